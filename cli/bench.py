@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.options import TESTED
 from .shared.parameters import Range
 from .shared.say import progress_bar, say
@@ -17,7 +18,7 @@ def bench(
     ] = Path("trilith-bench"),
     only: Annotated[
         str | None,
-        "comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion",
+        "comma-separated parts to run: speed, parity, links, mfu, memory, saving, conversion",
     ] = None,
     minutes: Annotated[float, Range(0.1, 600), "start no new measurement after this many minutes"] = 10.0,
     device: Annotated[str | None, "cpu or cuda; default: the GPUs if there are any"] = None,
@@ -26,7 +27,7 @@ def bench(
     """Measure training on this machine, and write one JSON and one HTML page.
 
     The bench compares each layout that the node can hold with one process in fp64, and measures the device's
-    own speed, the links, what parallel layers add to torch.nn's, training steps of the shapes of Llama 3.2 1B
+    own speed, the links, training steps of the shapes of Llama 3.2 1B
     and Llama 3.1 8B (on a CPU: of small ones), eager and compiled, peak memory against the planner's figure,
     how much longer a step takes because of a checkpoint, and conversion. Each measurement runs in processes
     of its own; one that fails is a row of the report, and the others still run. The exit code is 1 if a
@@ -48,7 +49,6 @@ def bench(
     from ..machine.measure.page import make_page, shown_figure
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
-    from ..parallel_state import BadInput
     from ..storage.folder_kind import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, Strict
 from .shared.parameters import As, Place, Range
 from .shared.say import pieces_of_text, say
@@ -40,8 +41,6 @@ def chat(
         trilith chat chat-run
         trilith chat SmolLM2-135M-Instruct --temperature 0.7 --system "Answer in one sentence."
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.chat import converse

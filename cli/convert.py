@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..system import counted
+from ..system.errors import BadInput
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Place, Range
 from .shared.say import say
@@ -69,8 +71,6 @@ def convert(
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.model_card import model_card
@@ -120,7 +120,6 @@ def convert(
 
 def _to_dcp(src: str, dst: Path, unsupported: list[str], names: str | None, config: str | None) -> None:
     from ..checkpoints import convert_to_dcp
-    from ..parallel_state import BadInput
 
     if unsupported:
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"

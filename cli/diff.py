@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import Place, Range
@@ -34,7 +35,6 @@ def diff(
     from ..checkpoints import differences, foreign_format, read_source, verify
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..models import implementation_of
-    from ..parallel_state import BadInput
 
     reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
     if (config or names) and not any(map(any, reading.values())):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.inputs import check_there
 from .shared.options import TESTED
 from .shared.parameters import As, Range
@@ -56,7 +57,6 @@ def doctor(
         if not nodes:
             check_there(folder, "a folder")
     from ..machine import diagnose
-    from ..parallel_state import BadInput
     from ..runs.terminal import plain_console
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted

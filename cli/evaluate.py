@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..system import counted
+from .shared.inputs import check_tokens_there, check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, Strict
 from .shared.parameters import As, Place, Range
 from .shared.say import say
@@ -48,8 +49,6 @@ def evaluate(
         trilith evaluate run held-out --sequence-length 1024 --rows 200
         trilith evaluate Llama-3.2-1B chat --adapter chat-run --json
     """
-    from .shared.inputs import check_tokens_there, check_weights_there
-
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     check_tokens_there(tokens)
     from ..parallel_state import Layout

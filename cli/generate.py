@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, Strict
 from .shared.parameters import As, Place, Range
 from .shared.say import pieces_of_text, say
@@ -62,8 +63,6 @@ def generate(
         trilith generate Llama-3.2-1B --prompt-file asked.jsonl --chat --temperature 0.7 --out answers.jsonl
         trilith generate run --prompt "Once" --tensor 2
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.prompts import read_prompts

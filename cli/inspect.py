@@ -3,6 +3,8 @@
 from typing import Annotated
 
 from ..system import counted
+from ..system.errors import BadInput
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place
 from .shared.say import print_table, say, table
@@ -28,14 +30,12 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from difflib import get_close_matches
     from math import prod
 
     from ..checkpoints import read_foreign, read_source, verify_files
-    from ..parallel_state import BadInput, buffer_names
+    from ..parallel_state import buffer_names
 
     if config is None and (foreign := read_foreign(source)) is not None:
         say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")

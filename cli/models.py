@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from ..system.errors import BadInput
 from .shared.options import size_names
 from .shared.say import say, say_json
 
@@ -71,7 +72,6 @@ def models(
 def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
     from ..models.from_transformers.proved import proved
-    from ..parallel_state import BadInput
     from .shared.shown_model import shown_model
 
     if name is None or as_json:

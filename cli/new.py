@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .shared.inputs import NoSuchInput, check_model_there, check_tokens_there
+from ..system.errors import BadInput
+from .shared.inputs import check_model_there, check_tokens_there
 from .shared.options import FORCE, size_names
 from .shared.parameters import As, Range
 from .shared.say import say
@@ -79,6 +80,6 @@ def _asked(value: object, option: str, question: str) -> str:
     if value is not None:
         return str(value)
     if not sys.stdin.isatty():
-        raise NoSuchInput(f"new: {option}", expected="a value, as nobody can be asked here", found="none")
+        raise BadInput(f"new: {option}", expected="a value, as nobody can be asked here", found="none")
     kind = int if option == "--gpus" else str
     return str(typer.prompt(question, type=kind, err=True))

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import (
     IMPLEMENTATION,
@@ -67,7 +68,7 @@ def parity(
     check_weights_there(folder, "a Hugging Face folder")
     from pydantic import ValidationError
 
-    from ..parallel_state import BadInput, dtype_name, dtype_named, from_validation
+    from ..parallel_state import dtype_name, dtype_named, from_validation
     from ..pipeline import schedule_kind
     from ..recipes.sections import LayoutSection
     from ..runs.terminal import plain_console

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..system import counted, no_garbage_search
+from ..system.errors import BadInput
 from .shared.options import FORCE, model_names
 from .shared.parameters import As, Range
 from .shared.say import progress_bar, say
@@ -95,7 +96,6 @@ def plan(
     from .shared.inputs import check_model_there
 
     check_model_there(model)
-    from ..parallel_state import BadInput
     from ..planner.search.report import recipe_toml
     from ..planner.search.request import read_request
     from ..planner.search.sweep import found_ones
@@ -165,8 +165,6 @@ def plan(
 
 def _counts(text: str | None, option: str) -> list[int] | None:
     """Parse one or more numbers of at least 1, each of which counts once."""
-    from ..parallel_state import BadInput
-
     numbers = parse_counts(text, "plan", option)
     if numbers is not None and not all(1 <= number <= 2**24 for number in numbers):
         raise BadInput("plan", option, expected="numbers from 1 to 16,777,216", found=text)
@@ -180,7 +178,6 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     """Search for each request with a progress bar on a terminal; raise ``BadInput`` if all find nothing."""
     from rich.progress import TimeElapsedColumn
 
-    from ..parallel_state import BadInput
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.options import SCHEDULES
+from .shared.parameters import As, Range
 from .shared.say import say, say_json
 from .shared.sizes import parse_amount
 
@@ -61,6 +63,8 @@ def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
     options = {name: (kind, meaning) for name, (kind, meaning) in table["options"].items()}
     topics = {}
     for name, raw in table["topics"].items():
+        if base := table["topics"].get(raw.pop("extends", None)):
+            raw = base | raw | {key: base[key] + raw[key] for key in ("inputs", "steps")}
         inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["inputs"])]
         steps = [Result(*fields) for fields in _rows(raw["steps"])]
         topics[name] = Topic(**raw | {"inputs": [Input(*fields) for fields in inputs], "steps": steps})
@@ -90,31 +94,28 @@ def plan_explain() -> None:
 #: The smallest value of each kind of amount, a number as people write it, such as 70B.
 _LEAST = {"amount": 1e-12, "nothing": 0.0}
 #: Options that are no number of a formula.
-_CHOICES = {
-    "schedule": Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")],
-    "zero": Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")],
+_CHOICES: dict[str, Any] = {
+    "schedule": Annotated[str, f"pipeline schedule: {SCHEDULES}"],
+    "zero": Annotated[int, Range(0, 3), "ZeRO stage"],
     "model": Annotated[
-        str | None,
-        typer.Option(help="published size that sets the numbers of the model; `trilith models` lists them"),
+        str | None, "published size that sets the numbers of the model; `trilith models` lists them"
     ],
-    "sequence_parallel": Annotated[
-        bool, typer.Option("--sequence-parallel", help="cut norms and residual streams over the tensor ranks")
-    ],
-    "recompute": Annotated[str, typer.Option(help="activations computed again: none, selective, full")],
-    "json": Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")],
+    "sequence_parallel": Annotated[bool, "cut norms and residual streams over the tensor ranks"],
+    "recompute": Annotated[str, "activations computed again: none, selective, full"],
+    "json": Annotated[bool, "print one JSON object, for programs"],
 }
 
 
 def _option(kind: str, meaning: str, default: str) -> tuple[Any, Any]:
     """Return the annotation and the default of a number's option."""
     if kind == "count":
-        least = typer.Option(min=1, max=10**18, help=meaning)
+        count = Range(1, 10**18)
         if default == "-":
-            return Annotated[int | None, least], None
-        return Annotated[int, least], int(default)
+            return Annotated[int | None, count, meaning], None
+        return Annotated[int, count, meaning], int(default)
     if kind == "share":
-        return Annotated[float, typer.Option(min=1e-6, max=1 - 1e-6, help=meaning)], float(default)
-    return Annotated[str, typer.Option(help=meaning, metavar="NUMBER")], default
+        return Annotated[float, Range(1e-6, 1 - 1e-6), meaning], float(default)
+    return Annotated[str, As("NUMBER"), meaning], default
 
 
 def topics() -> Iterator[Callable[..., None]]:
@@ -181,8 +182,6 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
 
 def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
     """Refuse the options of these names where the user wrote them: --model sets their numbers."""
-    from ..parallel_state import BadInput
-
     for name in names:
         source = called.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -191,7 +190,6 @@ def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
 
 def _schedule(at: dict[str, Any]) -> None:
     """Take the stages of a rank from the schedule, and write what waits and what works in it."""
-    from ..parallel_state import BadInput
     from ..pipeline.schedule_kinds import schedule_kind
 
     kind = schedule_kind(at["schedule"], "explain")
@@ -226,8 +224,6 @@ def _experts(at: dict[str, Any]) -> None:
 
 def _memory(at: dict[str, Any]) -> None:
     """Write what ZeRO and sequence parallelism cut, and what recomputation drops."""
-    from ..parallel_state import BadInput
-
     shared = " / t" if at["sequence_parallel"] else ""
     products = f"S * b * D * (10{shared} + 24 / t)"
     blocks = {

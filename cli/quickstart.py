@@ -18,7 +18,7 @@ def quickstart(
     The quickstart works offline on a laptop CPU. Its text is the source code of Python's standard library. It
     trains a tokenizer and pretrains a small Llama on 4 processes, stops, resumes on 2 processes, compares the
     curve with a run on one process, exports to Hugging Face, and compares the export with transformers. It
-    prints a table of checks and exits with code 1 if a check fails. OUT/loss.png shows the curves.
+    prints a table of checks and exits with code 1 if a check fails. OUT/report.html shows the curves.
 
     Examples:
 
@@ -36,7 +36,7 @@ def quickstart(
     for check in checks:
         rows.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
     console.print(rows)
-    console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}")
+    console.print(f"curves: {out / 'report.html'}   model: {out / 'hf'}   run: {out / 'run'}")
     for lead, words in (
         ("next:", ["report", out / "run"]),
         ("     ", ["generate", out / "hf", "--prompt", "def main():"]),

@@ -4,6 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from ..system.errors import BadInput
 from .shared.inputs import check_there
 from .shared.options import FORCE
 from .shared.parameters import As, Range
@@ -49,7 +50,6 @@ def recipe(
     """
     if not words:
         check_there(file, "a configuration", kind="file")
-    from ..parallel_state import BadInput
     from ..recipes.foreign.from_deepspeed import from_deepspeed
     from ..recipes.foreign.from_megatron import from_megatron
     from ..recipes.foreign.from_trainer import from_trainer

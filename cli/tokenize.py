@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..system import counted
+from ..system.errors import BadInput
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
 from .shared.parameters import As, Range
@@ -30,7 +31,6 @@ def index_files(
     from ..data.foreign_tokens import datatrove_files, index_tokens, read_datatrove
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
-    from ..parallel_state import BadInput
     from ..recipes.commented import to_toml
     from .shared.say import byte_progress
 
@@ -151,7 +151,6 @@ def tokenize(
     from ..data.text.text_and_jsonl import check_inputs
     from ..data.text.tokenize_files import tokenize as make_token_file
     from ..data.text.tokenizer_loading import load_tokenizer
-    from ..parallel_state import BadInput
     from .shared.say import token_progress
 
     if show and not (chat or chat_template or template_set):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.inputs import check_recipe_there
 from .shared.options import Strict, recipe_names
 from .shared.parameters import As
@@ -88,7 +89,6 @@ def train(
         from ..system.process_info import end_with_parent
 
         end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
-    from ..parallel_state import BadInput
 
     only_dry = (
         ("--rank", rank),

@@ -3,6 +3,8 @@
 from typing import Annotated
 
 from ..system import counted
+from ..system.errors import BadInput
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place
 from .shared.say import say
@@ -37,11 +39,8 @@ def verify(
         trilith verify tokens
         trilith verify s3://bucket/run
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
     from ..data.token_file import names_tokens
-    from ..parallel_state import BadInput
 
     if names_tokens(source):
         for option, value in (("--config", config), ("--names", names)):

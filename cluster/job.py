@@ -96,13 +96,13 @@ def job_of(
     name: str | None = None,
     **options: Any,
 ) -> Job:
-    """Derive the job from the recipe's layout; an option that is ``None`` is not given.
+    """Derive the job from the recipe's layout; ``None``, false and an empty list are not given.
 
     ``BadInput`` if the ranks do not fill the hosts evenly, and for an option that the system's file cannot
     express.
     """
     known = SYSTEMS[system].options
-    asked = {option: value for option, value in options.items() if value is not None}
+    asked = {option: value for option, value in options.items() if value or type(value) in (int, str)}
     for option in [option for option in asked if option not in known]:
         able = " or ".join(name for name, other in SYSTEMS.items() if option in other.options)
         raise BadInput("launch", f"--{option.replace('_', '-')}", expected=able, found=system)

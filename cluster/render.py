@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_text
@@ -153,38 +153,35 @@ def _place(before: str, code: Place) -> Place:
 
 
 def _common(job: Job) -> dict[str, Any]:
-    names = ("name", "value", "why")
     return {
-        "variables": [dict(zip(names, row, strict=True)) for row in variables(gpu=job.gpu)],
-        "hints": [dict(zip(names, row, strict=True)) for row in optional(gpu=job.gpu)],
+        "variables": [each._asdict() for each in VARIABLES if job.gpu or not each.gpu],
+        "hints": [each._asdict() for each in OPTIONAL if job.gpu or not each.gpu],
         "exclude": job.exclude or None,
         "gpus": job.ranks if job.gpu else None,
         "cores": None if job.gpu else job.ranks,
     }
 
 
-#: (name, value, why, only with GPUs)
+class Variable(NamedTuple):
+    """Name a variable of the ranks' environment, its value, why it is set, and whether only GPUs need it."""
+
+    name: str
+    value: str
+    why: str
+    gpu: bool
+
+
 VARIABLES = (
-    ("OMP_NUM_THREADS", "1", "one thread a rank; more only where a rank has cores to spare", False),
-    ("TRITON_CACHE_DIR", "/tmp/triton", "compiled kernels on the host's own disk", True),
-    ("NCCL_DEBUG", "WARN", "say why a connection fails", True),
-    ("TORCH_FR_BUFFER_SIZE", "2000", "the flight recorder keeps the last 2,000 collectives", True),
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "and writes them to a file when one of them times out", True),
+    Variable("OMP_NUM_THREADS", "1", "one thread a rank; more only where a rank has cores to spare", False),
+    Variable("TRITON_CACHE_DIR", "/tmp/triton", "compiled kernels on the host's own disk", True),
+    Variable("NCCL_DEBUG", "WARN", "say why a connection fails", True),
+    Variable("TORCH_FR_BUFFER_SIZE", "2000", "the flight recorder keeps the last 2,000 collectives", True),
+    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "and writes them to a file when one of them times out", True),
 )
-#: The same, to be set by whoever knows the network: written as comments.
+#: To be set by whoever knows the network: written as comments.
 OPTIONAL = (
-    ("NCCL_SOCKET_IFNAME", "eth0", "the interface by which hosts meet, if it is not found", True),
-    ("GLOO_SOCKET_IFNAME", "eth0", "the same for gloo, which saves and signals use", False),
-    ("NCCL_IB_HCA", "mlx5", "the InfiniBand cards to use", True),
-    ("FI_PROVIDER", "efa", "on AWS with EFA", True),
+    Variable("NCCL_SOCKET_IFNAME", "eth0", "the interface by which hosts meet, if it is not found", True),
+    Variable("GLOO_SOCKET_IFNAME", "eth0", "the same for gloo, which saves and signals use", False),
+    Variable("NCCL_IB_HCA", "mlx5", "the InfiniBand cards to use", True),
+    Variable("FI_PROVIDER", "efa", "on AWS with EFA", True),
 )
-
-
-def variables(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and reason of each variable that the file sets."""
-    return ((name, value, why) for name, value, why, only in VARIABLES if gpu or not only)
-
-
-def optional(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield name, example value and reason of each variable that depends on the network."""
-    return ((name, value, why) for name, value, why, only in OPTIONAL if gpu or not only)

@@ -64,21 +64,17 @@ class Batch(NamedTuple):
         """Return the batch; raise ``BadInput`` for an id, or a label that counts, outside the vocabulary.
         Runs on the host.
         """
-        for name, ids, wrong in self._wrong(vocab_size):
+        beyond = (self.labels < 0) | (self.labels >= vocab_size)
+        for name, ids, wrong in (
+            ("token id", self.input_ids, (self.input_ids < 0) | (self.input_ids >= vocab_size)),
+            ("label", self.labels, beyond & (self.labels != IGNORE)),
+        ):
             if bool(wrong.any()):
                 raise BadInput(
                     "batch", name, expected=f"0 to {vocab_size - 1}, the model's vocabulary",
                     found=int(ids[wrong][0]), todo="Were the tokens made with another tokenizer?",
                 )  # fmt: skip
         return self
-
-    def _wrong(self, vocab_size: int) -> list[tuple[str, Tensor, Tensor]]:
-        ids, labels = self.input_ids, self.labels
-        beyond = (labels < 0) | (labels >= vocab_size)
-        return [
-            ("token id", ids, (ids < 0) | (ids >= vocab_size)),
-            ("label", labels, beyond & (labels != IGNORE)),
-        ]
 
     def split(self, size: int) -> list[Batch]:
         """Return micro-batches of ``size`` rows, in order."""

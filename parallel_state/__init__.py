@@ -5,12 +5,7 @@ parameters that declare once how they are cut; sums of partial gradients; gradie
 whole model; and the errors that users meet.
 """
 
-from .boxes import Box, shared_units
-from .collective_errors import rank_at_fault, together
-from .collective_order import CollectiveOrder
-from .data_types import dtype_name, dtype_named
-from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
-from .errors import (
+from ..system.errors import (
     BadCheckpoint,
     BadInput,
     MachineFailed,
@@ -21,6 +16,11 @@ from .errors import (
     nearest_divisors,
     nearest_multiples,
 )
+from .boxes import Box, shared_units
+from .collective_errors import rank_at_fault, together
+from .collective_order import CollectiveOrder
+from .data_types import dtype_name, dtype_named
+from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
 from .gradient_checks import NotTrained, has_gradients, refuse_untrained

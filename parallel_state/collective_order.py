@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..system.errors import PeerFailed
 from . import engine
-from .errors import PeerFailed
 from .process_groups import TIMEOUT
 from .state import ParallelState
 

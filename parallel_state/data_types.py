@@ -2,7 +2,7 @@
 
 import torch
 
-from .errors import BadInput
+from ..system.errors import BadInput
 
 DTYPES = {
     "float64": torch.float64,

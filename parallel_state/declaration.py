@@ -9,8 +9,8 @@ from math import gcd, lcm
 import torch
 from torch import nn
 
+from ..system.errors import BadInput, nearest_divisors
 from .boxes import Box
-from .errors import BadInput, nearest_divisors
 from .initial_weights import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 

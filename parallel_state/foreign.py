@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..system import counted
+from ..system.errors import BadInput
 from .engine import is_dtensor, is_sharded, parameters_of, ranks_of
-from .errors import BadInput
 from .state import ParallelState
 
 _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 is DDP, 1 to 3 are ZeRO"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..system.errors import PeerFailed
 from .engine import accelerator, local_data
-from .errors import PeerFailed
 from .state import ParallelState
 
 

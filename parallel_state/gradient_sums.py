@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..system.errors import BadInput
 from . import engine
 from .declaration import declarations
 from .engine import local_data
-from .errors import BadInput
 from .foreign import check_state
 from .state import ParallelState, alone_or
 

@@ -9,8 +9,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from ..system.errors import BadInput
 from ..system.text import whole_number
-from .errors import BadInput
 
 _HIGHEST_PORT = 65535
 #: No count of ranks and no job's number is larger.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import lcm
 
 from ..system import counted
-from .errors import BadInput, nearest, nearest_divisors, nearest_multiples
+from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")

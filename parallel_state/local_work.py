@@ -1,7 +1,7 @@
 """Refuse more ranks or workers than one machine can run, before any of them is started."""
 
 from ..system import most_at_once
-from .errors import BadInput
+from ..system.errors import BadInput
 
 
 def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:

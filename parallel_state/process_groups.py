@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..system.errors import BadInput
 from ..system.process_end import abandon_threads
 from .engine import abort_groups, accelerator, gather_safely
-from .errors import BadInput
 from .launchers import launched, local_rank
 
 #: How long a rank waits for a peer before it counts as failed, unless told otherwise.

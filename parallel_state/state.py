@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import BadInput
+from ..system.errors import BadInput
 from .layout import Coordinates, Layout
 from .process_groups import (
     FILES_TIMEOUT,

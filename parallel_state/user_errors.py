@@ -6,7 +6,7 @@ import sys
 from types import FrameType, TracebackType
 
 from ..system import visible
-from .errors import BadInput
+from ..system.errors import BadInput
 
 #: This package: no code of its files is the user's.
 PACKAGE = __name__.partition(".")[0]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..system.errors import BadInput
 from .declaration import Cut, Declaration
-from .errors import BadInput
 from .initial_weights import OWN, Initial
 from .state import ParallelState, alone_or
 

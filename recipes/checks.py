@@ -80,7 +80,8 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         yield Rule(both, f"{name}.module", "none beside tokens", section.module)
         idle = bool(section.arguments) and section.module is None
         yield Rule(idle, f"{name}.arguments", f"{name}.module beside it", "none")
-        count, several = _count(section.module), isinstance(section.arguments, list)
+        count = len(section.module) if isinstance(section.module, list) else 1
+        several = isinstance(section.arguments, list)
         expected = f"a table, or a list of {count}, one a data set"
         uneven = several and len(section.arguments) != count
         yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
@@ -94,10 +95,6 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         other = (recipe.evaluation.module is None) != (rows.module is None)
         expected = "module, as in [data]" if rows.module is not None else "tokens, as in [data]"
         yield Rule(other, "evaluation", expected, "the other")
-
-
-def _count(names: str | list[str] | None) -> int:
-    return len(names) if isinstance(names, list) else 1
 
 
 def _own_model(recipe: Recipe) -> Iterator[Rule]:

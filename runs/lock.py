@@ -7,7 +7,7 @@ killed run does not block the folder for long; a new run waits some seconds for 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,21 +27,14 @@ _BEFORE_A_RUN = {"job-started", "excluded-nodes", "status", CHECKPOINTS, "lost+f
 _OF_A_JOB = (".toml", ".sh", ".sbatch", ".yaml", ".log", ".out", ".err")
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-
-
 @contextmanager
-def lock_folder(
-    folder: Path, *, patience: float | None = None, say: Callable[[str], None] = _say
-) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Reserve ``folder`` for this process during the block, and for processes that inherit the descriptor.
 
     Yields that descriptor. In a folder of another run nothing is touched. Raises ``BadInput`` if another run
-    has the folder for ``patience`` seconds (10 unless given). ``say`` gets a line before a wait.
+    has the folder for 10 seconds; a line says before that it is waited for.
     """
-    lock = _take(folder, patience, say)
+    lock = _take(folder)
     try:
         yield lock.fd
     finally:
@@ -49,9 +42,7 @@ def lock_folder(
 
 
 @contextmanager
-def only_run_in(
-    folder: Path, state: ParallelState, *, patience: float | None = None, say: Callable[[str], None] = _say
-) -> Iterator[str]:
+def only_run_in(folder: Path, state: ParallelState, *, patience: float | None = None) -> Iterator[str]:
     """Reserve ``folder`` for the ranks that enter this block together; yield the name of this start.
 
     Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds. Rank 0
@@ -64,7 +55,7 @@ def only_run_in(
             return ""
         if inherits_lock(folder):
             return this_start()
-        locks.append(_take(folder, patience, say))
+        locks.append(_take(folder, patience))
         return new_start()
 
     try:
@@ -105,7 +96,7 @@ def _refuse_folder_of_others(folder: Path) -> None:
         raise BadInput("recipe", "out", expected=expected, found=written, todo=todo)
 
 
-def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> FileLock:
+def _take(folder: Path, patience: float | None = None) -> FileLock:
     """Wait for the lock; then delete the status of an earlier run's ranks."""
     make_folder(folder)
     _refuse_folder_of_others(folder)
@@ -118,7 +109,10 @@ def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> F
             raise BadInput("recipe", "out", expected=expected, found=f"{folder}, in use", todo=todo)
         if not announced:
             announced = True
-            say(f"{folder} is in use by another run: waiting up to {patience:g} s for it to end")
+            sys.stderr.write(
+                f"{folder} is in use by another run: waiting up to {patience:g} s for it to end\n"
+            )
+            sys.stderr.flush()
         time.sleep(0.2)
     clear_status(status_folder(folder))
     return lock

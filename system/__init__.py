@@ -3,7 +3,8 @@
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``counted``, which writes a number of
 things, ``whole_number``, which reads a number that somebody else wrote, ``quiet_libraries``, and four ways to
-search less for garbage: in starts, in plans, in training (``manual_gc``) and in tests.
+search less for garbage: in starts, in plans, in training (``manual_gc``) and in tests. ``errors``
+has the errors for users, one line each.
 """
 
 from .counted import counted

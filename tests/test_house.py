@@ -92,14 +92,14 @@ UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "
 SAY_NOTHING = {"one", "found", "given", "said", "told", "held", "kept", "some", "every", "more", "theirs"}
 MOST_SAY_NOTHING = {
     "checkpoints": 2,
-    "cli": 1,
     "machine": 2,
     "models": 1,
-    "parallel_state": 3,
+    "parallel_state": 1,
     "recipes": 3,
     "runs": 1,
     "simulation": 1,
     "storage": 3,
+    "system": 2,
     "training": 1,
 }
 #: Names that say little, and how often all files together may bind them.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ...system import counted
+from ...system.errors import BadInput
 from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE, recipe_names
 from ..shared.parameters import As, Range
@@ -70,32 +71,17 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
+    parameters = locals()
     check_recipe_there(recipe)
     from ...cluster import SYSTEMS, job_of, operand, render
-    from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
     from ...storage.staging import output_file
 
     job = job_of(
-        load_recipe(recipe, overrides or []),
-        recipe,
-        overrides or [],
-        system,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        name=name,
-        minutes=minutes,
-        warning=warning,
-        restarts=restarts,
-        partition=partition,
-        account=account,
-        exclude=exclude or None,
-        spares=spares,
-        fit=fit or None,
-        least_nodes=least_nodes,
-        image=image,
-        claim=claim,
-    )
+        load_recipe(recipe, overrides or []), recipe, overrides or [], system,
+        nodes=nodes, ranks_per_node=ranks_per_node, name=name,
+        **{option: parameters[option] for each in SYSTEMS.values() for option in each.options},
+    )  # fmt: skip
     path = out or Path(job.name + SYSTEMS[system].suffix)
     text = render(job, operand(str(path)))
     command = [*SYSTEMS[system].submit, operand(str(path))]

@@ -7,33 +7,21 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ...system.addresses import address_of
+from ...system.errors import BadInput
 from .options import model_names, recipe_names
 
 #: A name such as "meta-llama/Llama-3.2-1B", which may be that of a model of the hub.
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-class NoSuchInput(ValueError):
-    """Report an input that is not there, in the words and with the exit code of ``BadInput``, whose module
-    imports torch.
-    """
-
-    exit_code = 2
-
-    def __init__(self, where: object, *, expected: str, found: str, todo: str = "") -> None:
-        self.where, self.expected, self.found = where, expected, found
-        hint = f". {todo}" if todo else ""
-        super().__init__(f"{where}: expected {expected}, found {found}{hint}")
-
-
 def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``NoSuchInput`` for a path where nothing is. Whether an address will do is found out later."""
+    """Raise ``BadInput`` for a path where nothing is. Whether an address will do is found out later."""
     if address_of(name) is None and not os.path.lexists(name):
-        raise NoSuchInput(name, expected=expected, found=f"no such {kind}")
+        raise BadInput(name, expected=expected, found=f"no such {kind}")
 
 
 def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``NoSuchInput`` as ``check_there`` does, unless the name may be that of a model of the hub (as
+    """Raise ``BadInput`` as ``check_there`` does, unless the name may be that of a model of the hub (as
     ``from_hub`` tells), of a token file, or of what a killed command left: then another file's name has this
     one in it.
     """
@@ -52,20 +40,20 @@ def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder"
 
 
 def check_recipe_there(recipe: str | Path) -> None:
-    """Raise ``NoSuchInput`` where neither a file is nor a recipe of this name comes with trilith."""
+    """Raise ``BadInput`` where neither a file is nor a recipe of this name comes with trilith."""
     names = recipe_names("")
     if str(recipe) in names:
         return
     todo = "" if Path(recipe).suffix == ".toml" else f"These come with trilith: {', '.join(names)}"
     if not os.path.lexists(recipe):
-        raise NoSuchInput(recipe, expected="a recipe", found="no such file", todo=todo)
+        raise BadInput(recipe, expected="a recipe", found="no such file", todo=todo)
     if os.path.isdir(recipe):
         todo = f'A recipe trains the model in it: model = {{ init_from = "{recipe}" }}'
-        raise NoSuchInput(recipe, expected="a recipe, a TOML file", found="a folder", todo=todo)
+        raise BadInput(recipe, expected="a recipe, a TOML file", found="a folder", todo=todo)
 
 
 def check_model_there(model: str) -> None:
-    """Raise ``NoSuchInput`` where neither a file or folder is nor a published size or a recipe has this
+    """Raise ``BadInput`` where neither a file or folder is nor a published size or a recipe has this
     name.
     """
     names = model_names("")
@@ -74,15 +62,15 @@ def check_model_there(model: str) -> None:
     expected = "a published size, a config.json, a Hugging Face folder or a recipe"
     near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
     todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes"
-    raise NoSuchInput(model, expected=expected, found="no such file or name", todo=todo)
+    raise BadInput(model, expected=expected, found="no such file or name", todo=todo)
 
 
 def check_tokens_there(name: Path) -> None:
-    """Raise ``NoSuchInput`` where no token file of this name is."""
+    """Raise ``BadInput`` where no token file of this name is."""
     if address_of(name) is None and not os.path.lexists(f"{name}.json"):
         text = os.path.lexists(name)
         todo = (
             f"trilith tokenize {shlex.quote(str(name)) if text else 'TEXT'} --tokenizer FOLDER --out tokens"
         )
         kind = "another file" if text else "no such file"
-        raise NoSuchInput(name, expected="a token file", found=kind, todo=todo)
+        raise BadInput(name, expected="a token file", found=kind, todo=todo)

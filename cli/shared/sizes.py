@@ -3,6 +3,7 @@
 import re
 
 from ...system import whole_number
+from ...system.errors import BadInput
 
 _UNITS = {
     "": 1,
@@ -16,8 +17,6 @@ LARGEST = 2**60
 
 def parse_size(text: str, option: str) -> int:
     """Parse ``800MB``, ``1.5GiB`` or ``1000000`` to bytes; otherwise ``BadInput`` names ``option``."""
-    from ...parallel_state import BadInput
-
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     units = {unit.lower(): size for unit, size in _UNITS.items()} | {"b": 1}
     if match is None or match[2].lower() not in units:
@@ -34,8 +33,6 @@ _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def parse_amount(text: str, option: str, *, least: float = 1e-12) -> float:
     """Parse ``70B``, ``15T``, ``989e12`` or ``0.4`` to a number; otherwise ``BadInput`` names ``option``."""
-    from ...parallel_state import BadInput
-
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)([KMBT]?)", text.strip())
     number = float(match[1]) * _POWERS[match[2]] if match else -1.0
     if not least <= number <= 1e30:
@@ -46,8 +43,6 @@ def parse_amount(text: str, option: str, *, least: float = 1e-12) -> float:
 
 def parse_counts(split: str | None, where: str, option: str = "--split") -> list[int] | None:
     """Parse whole numbers such as ``3,2``; for anything else ``BadInput`` names ``option``."""
-    from ...parallel_state import BadInput
-
     if split is None:
         return None
     numbers = [number for word in split.split(",") if (number := whole_number(word.strip())) is not None]

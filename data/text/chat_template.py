@@ -22,18 +22,14 @@ from numpy.typing import NDArray
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_text
-from ...system import OverLimit, bounded, counted
+from ...system import counted
 from ..token_file import TokenFile
 from .chat_formats import Conversation
 from .tokenizer_loading import (
     CHAT_OPTIONS,
-    TEMPLATE_MEMORY,
-    TEMPLATE_SECONDS,
     FolderTokenizer,
     Tokenizer,
     check_length,
-    endless_template,
-    refuse_panics,
 )
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -120,6 +116,7 @@ class ChatTemplate:
                 conversation.messages,
                 conversation,
                 where,
+                tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
                 tokenizer_kwargs={"return_offsets_mapping": True, **CHAT_OPTIONS},
@@ -200,23 +197,8 @@ class ChatTemplate:
 
     def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
         """Return what the tokenizer makes of these messages by this template."""
-        # Limit the text first: as ids the same text needs at least as much memory.
-        memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
-        try:
-            seconds = TEMPLATE_SECONDS if memory else None
-            with refuse_panics(where, self._tokenizer), bounded(seconds=seconds, memory=memory):
-                return self._tokenizer.apply_chat_template(
-                    messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
-                )
-        except OverLimit as error:
-            raise endless_template(where, error) from None
-        except BadInput:
-            raise
-        except Exception as error:  # a template raises what it likes
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise BadInput(
-                where, "chat template", expected="one that takes this conversation", found=reason
-            ) from error
+        options |= {"tools": conversation.tools, "chat_template": self.text, **self.variables}
+        return self._loaded.apply_template(messages, where, **options)
 
     def _check_begins(self, whole: str, beginning: str, where: str) -> None:
         if whole.startswith(beginning):

@@ -98,7 +98,11 @@ def read_blocks(
     kind: Kind = "paragraphs" if split_paragraphs else "text"
     if _inner_name(path).endswith(".jsonl"):
         kind = "lines"
-    end = {"lines": _end_of_line, "paragraphs": _end_of_paragraph, "text": lambda data: 0}[kind]
+    end = {
+        "lines": lambda data: data.rfind(b"\n") + 1,
+        "paragraphs": _end_of_paragraph,
+        "text": lambda data: 0,
+    }[kind]
     with path.open("rb") as raw:
         first, unpacked = 1, 0
         try:
@@ -214,10 +218,6 @@ def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) ->
             raise BadInput(path, "document", expected=expected, found="a longer one", todo=todo)
     if buffer:
         yield buffer
-
-
-def _end_of_line(data: bytes) -> int:
-    return data.rfind(b"\n") + 1
 
 
 def _end_of_paragraph(data: bytes) -> int:

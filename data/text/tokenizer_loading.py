@@ -192,18 +192,28 @@ class FolderTokenizer:
     def chat(self, messages: list[Message]) -> list[int]:
         if not self.backend.chat_template:
             raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
-        try:
-            with bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY):
-                text: str = self.backend.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-        except OverLimit as error:
-            raise endless_template(self.path, error) from None
-        except Exception as error:  # whatever Jinja, or the template itself, raises
-            reason = " ".join(str(error).split())[:200]
-            raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
+        text = self.apply_template(messages, self.path, tokenize=False, add_generation_prompt=True)
         ids: list[int] = self.encode_written(text)["input_ids"]
         return ids
+
+    def apply_template(self, messages: Any, where: object, *, tokenize: bool, **options: Any) -> Any:
+        """Return what a chat template writes of messages, as text or as ids; ``BadInput`` if it refuses them.
+
+        The text is limited, which comes first: as ids it needs at least as much memory.
+        """
+        seconds, memory = (None, None) if tokenize else (TEMPLATE_SECONDS, TEMPLATE_MEMORY)
+        try:
+            with refuse_panics(where, self.backend), bounded(seconds=seconds, memory=memory):
+                return self.backend.apply_chat_template(messages, tokenize=tokenize, **options)
+        except BadInput:
+            raise
+        except Exception as error:  # a template raises what it likes
+            expected, todo = "one that takes this conversation", ""
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            if isinstance(error, OverLimit):
+                expected, reason = f"one that writes a conversation within {error}", "one that needs more"
+                todo = "Look for a loop or a repetition in it that grows without need"
+            raise BadInput(where, "chat template", expected=expected, found=reason, todo=todo) from error
 
     def encode_written(self, text: str, **options: Any) -> Any:
         """Encode what a chat template wrote: special tokens that it spells become these tokens, also where
@@ -241,17 +251,6 @@ def _repeats_groups(tokenizer: Any) -> bool:
     parts = (getattr(backend, "normalizer", None), getattr(backend, "pre_tokenizer", None))
     patterns = b"".join(part.__getstate__() for part in parts if part is not None)
     return re.search(rb"\)[+*{]", patterns) is not None
-
-
-def endless_template(where: object, error: OverLimit) -> BadInput:
-    """Return the message about a template that does not end."""
-    return BadInput(
-        where,
-        "chat template",
-        expected=f"one that writes a conversation within {error}",
-        found="one that needs more",
-        todo="Look for a loop or a repetition in it that grows without need",
-    )
 
 
 def _auto_tokenizer(path: Path) -> Any:

@@ -1,1 +1,1 @@
-"""Measure one machine: its speed, links and layers, layouts, training steps, saving and conversion."""
+"""Measure one machine: its speed and links, layouts, training steps, saving and conversion."""

@@ -12,7 +12,6 @@ from ...recipes.recipe import parse_recipe
 from ...system import counted
 from ..llama import llama
 from .conversion import conversion_speed
-from .layers import layer_overhead
 from .layouts import compare_layout
 from .links import collective_speed
 from .row import Case
@@ -20,7 +19,7 @@ from .speed import device_speed
 from .steps import WARM_UP, peak_memory, step_stalls, train_steps
 
 #: The parts in the order in which they run: what is cheap and what the rest is judged by comes first.
-PARTS = ("speed", "parity", "links", "layers", "mfu", "memory", "saving", "conversion")
+PARTS = ("speed", "parity", "links", "mfu", "memory", "saving", "conversion")
 
 #: The ranks that share a CPU's cores where its speed and its links are measured.
 CPU_RANKS = 2
@@ -33,16 +32,13 @@ SMALL = llama(512, 8, ids=32000)
 
 @dataclass(frozen=True)
 class Sizes:
-    """State how much is measured: the sides of matrices, MiB of copies and of collectives, widths and tokens
-    of layers, rounds of these and of small blocks, steps that are timed, those of a run that saves, bytes of
-    disk.
+    """State how much is measured: the sides of matrices, MiB of copies and of collectives, rounds of small
+    blocks, steps that are timed, those of a run that saves, bytes of disk.
     """
 
     side: int
     copied: int
     sent: int
-    layers: tuple[tuple[int, int], ...]
-    rounds: int
     blocks: int
     steps: int
     saving: int
@@ -56,15 +52,15 @@ class Sizes:
 
 _SIZES = {
     "cuda": Sizes(
-        side=8192, copied=1024, sent=512, layers=((4096, 8192), (512, 64)), rounds=50, blocks=20, steps=10,
+        side=8192, copied=1024, sent=512, blocks=20, steps=10,
         saving=10, room=15e9, name="llama-3.2-1b",
     ),
     "cpu": Sizes(
-        side=1024, copied=128, sent=16, layers=((16, 8),), rounds=50, blocks=20, steps=10,
+        side=1024, copied=128, sent=16, blocks=20, steps=10,
         saving=10, room=1e9, name="Llama of 56 M", model=SMALL,
     ),
     "quick": Sizes(
-        side=128, copied=4, sent=1, layers=((16, 8),), rounds=5, blocks=2, steps=2,
+        side=128, copied=4, sent=1, blocks=2, steps=2,
         saving=6, room=0.1e9, name="tiny Llama", model=llama(64, 2, ids=512), length=64,
         modes=("none",), compiled=(False,),
     ),
@@ -112,13 +108,13 @@ class Bench:
     @property
     def sizes(self) -> Sizes:
         if self.quick and self.device == "cuda":
-            return replace(_SIZES["cuda"], rounds=10, steps=3, modes=("none",))
+            return replace(_SIZES["cuda"], steps=3, modes=("none",))
         return _SIZES["quick" if self.quick else self.device]
 
 
 def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
     """Yield what is to be measured, in order; what this machine cannot hold is yielded as left out."""
-    made = (_speed, _parity, _links, _layers, _mfu, _memory, _saving, _conversion)
+    made = (_speed, _parity, _links, _mfu, _memory, _saving, _conversion)
     for part, make in zip(PARTS, made, strict=True):
         if part in parts:
             yield from make(bench)
@@ -154,12 +150,6 @@ def _links(bench: Bench) -> Iterator[Case]:
         yield Case("links", "NCCL", note="one GPU: nothing to send to")
     else:
         yield Case("links", f"NCCL, {counted(bench.gpus, 'GPU')}", collective_speed, options, bench.gpus)
-
-
-def _layers(bench: Bench) -> Iterator[Case]:
-    for width, tokens in bench.sizes.layers:
-        options = {"device": bench.device, "width": width, "tokens": tokens, "rounds": bench.sizes.rounds}
-        yield Case("layers", f"MLP {width:,} wide at tensor 1", layer_overhead, options)
 
 
 def _mfu(bench: Bench) -> Iterator[Case]:

@@ -14,7 +14,6 @@ TITLES = {
     "speed": "The device itself",
     "parity": "Each layout against one process in fp64",
     "links": "Links between ranks",
-    "layers": "Parallel layers on one tensor rank against torch.nn",
     "mfu": "Training steps",
     "memory": "Peak memory against the planner's figure",
     "saving": "Checkpoints: how much longer a step takes",

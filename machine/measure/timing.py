@@ -25,22 +25,6 @@ def seconds_of(
     return clock() - began
 
 
-def in_pairs(
-    first: Callable[[], float], second: Callable[[], float], *, rounds: int
-) -> list[tuple[float, float]]:
-    """Return the seconds of two contenders that take turns in going first, after three rounds that do not
-    count: what else the machine does slows both.
-    """
-    pairs = []
-    for number in range(rounds + 3):
-        if number % 2:
-            a, b = first(), second()
-        else:
-            b, a = second(), first()
-        pairs.append((a, b))
-    return pairs[3:]
-
-
 def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Return the median of ``rounds`` calls, after two that do not count."""
     for _ in range(2):

@@ -56,8 +56,6 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert reached.source.startswith("measured") and reached.again["selective"] > 0
     assert {*reached.collectives} == ({"none", "full", "selective", "every"} if "links" in parts else set())
     assert report["machine"]["ranks"] == 2 and "2 ranks at once" in rows["speed: the device itself"]["note"]
-    layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
-    assert layer["operators, ours"] == layer["operators, torch.nn"]
     exact = [row["figures"] for row in rows.values() if row["part"] == "parity"]
     assert len(exact) == 3 and all(one["fp64: gradients"] < 1e-12 < one["bf16: gradients"] for one in exact)
     step = rows["mfu: tiny Llama, eager"]["figures"]

@@ -94,9 +94,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_its_exception_and_wo
     kinds = [failure.kind for failure in error.failures]
     assert kinds == ["raised"] * 4, "the others' collectives break at once"
     assert error.rank == 2
-    assert str(error).startswith(
-        "rank 2 raised trilith.parallel_state.errors.BadInput: rank: 2: expected none"
-    )
+    assert str(error).startswith("rank 2 raised trilith.system.errors.BadInput: rank: 2: expected none")
     assert ", in raise_on" in str(error) and "Traceback (most recent call last)" in str(error)
     assert isinstance(error.cause, BadInput) and error.cause.expected == "none"
     assert error.__cause__ is error.cause

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from math import isqrt
 from typing import TYPE_CHECKING
 
-from ..system import refusal_of
-from ..system.addresses import with_addresses
+from .addresses import with_addresses
+from .refusals import refusal_of
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
