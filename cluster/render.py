@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_text
+from ..system import counted
 from .excluded_nodes import EXCLUDED_NODES
 from .job import SYSTEMS, Job
 
@@ -156,6 +157,7 @@ def _place(before: str, code: Place) -> Place:
 def _common(job: Job) -> dict[str, Any]:
     names = ("name", "value", "why")
     return {
+        "size": f"{counted(job.nodes, 'node')} of {counted(job.ranks, 'rank')}",
         "variables": [dict(zip(names, row, strict=True)) for row in variables(gpu=job.gpu)],
         "hints": [dict(zip(names, row, strict=True)) for row in optional(gpu=job.gpu)],
         "exclude": job.exclude or None,

@@ -294,7 +294,8 @@ def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, ca
         checks = [Check("first", "1", "1", True), Check("second", "3", "2", passed)]
         monkeypatch.setattr(Quickstart, "run", lambda self, found=checks: found)
         assert run(["quickstart", "--out", str(tmp_path / f"q{code}")]) == code
-        assert ("FAILED" in capfd.readouterr().out) == (not passed)
+        printed = capfd.readouterr().out
+        assert ("FAILED" in printed) == (not passed) and printed.count("next: trilith report") == 1
 
 
 @pytest.mark.slow
