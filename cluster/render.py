@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_text
+from ..system import counted
 from .job import EXCLUDED_NODES, SYSTEMS, Job
 
 #: What stands for a pod's working directory, which is gone with the pod, if the recipe's ``out`` is relative.
@@ -154,6 +155,7 @@ def _place(before: str, code: Place) -> Place:
 
 def _common(job: Job) -> dict[str, Any]:
     return {
+        "size": f"{counted(job.nodes, 'node')} of {counted(job.ranks, 'rank')}",
         "variables": [each._asdict() for each in VARIABLES if job.gpu or not each.gpu],
         "hints": [each._asdict() for each in OPTIONAL if job.gpu or not each.gpu],
         "exclude": job.exclude or None,

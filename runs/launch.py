@@ -32,6 +32,7 @@ from ..parallel_state import (
     own_device,
 )
 from ..system import counted, visible
+from ..system.machine import usable_cores
 from ..system.process_info import adopting_orphans, children_of, environment_of, process_info
 from .guard import blame
 from .heartbeat import RankStatus, first_failure, make_folder, new_start, read_status
@@ -145,7 +146,13 @@ def device_here(device: str, *, gpu: bool = False) -> str:
 
 
 def device_words(device: str) -> str:
-    """Return the words for a device in a run's first line: a GPU with its name, if it is not simulated."""
+    """Return the words for a device in a run's first line: a GPU with its name, if it is not simulated, and
+    what to do on a CPU that other programs use too, where threads that wait for each other take most time.
+    """
+    load, cores = os.getloadavg()[0], usable_cores()
+    if device == "cpu" and load > cores and torch.get_num_threads() > 1:
+        busy = f"load {load:.1f} on {counted(cores, 'core')}"
+        return f"cpu ({busy}: OMP_NUM_THREADS=1 may be many times faster)"
     named = device == "cuda" and torch.cuda.is_available()
     return f"{device}, {torch.cuda.get_device_name()}" if named else device
 

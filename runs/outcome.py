@@ -43,9 +43,8 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
     start = max(known, key=lambda status: status.time).run
     ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
     last = _judged(ranks, first_failure(folder, run=start))
-    if last.code == 0:
-        return replace(last, text=last.text + _of_goal(run))
-    return replace(last, text=last.text + _before(run)) if last.code == BadInput.exit_code else last
+    further = {0: _of_goal, BadInput.exit_code: _before}
+    return replace(last, text=last.text + further[last.code](run)) if last.code in further else last
 
 
 def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:

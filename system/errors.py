@@ -108,8 +108,8 @@ def from_validation(
     kind: type[BadInput] = BadInput,
     todo: str = "",
 ) -> BadInput:
-    """Return a ``BadInput`` for the first error of pydantic, and with a missing key for all that are
-    missing; ``spelled`` gives a field's name in the user's file. ``todo``: what to do about a key that is not
+    """Return a ``BadInput`` for the first error of pydantic, and with a missing or unknown key for all that
+    are; ``spelled`` gives a field's name in the user's file. ``todo``: what to do about a key that is not
     known.
     """
 
@@ -120,6 +120,9 @@ def from_validation(
     first, *others = error.errors(include_url=False)
     key = key_of(first) or None
     if first["type"] == "extra_forbidden":
+        further = ", ".join(key_of(each) for each in others if each["type"] == "extra_forbidden")
+        also = f"Unknown too: {further}" if further else ""
+        todo = ". ".join(filter(None, (todo, also)))
         return kind(where, key, expected="a known key", found="an unknown one", todo=todo)
     if first["type"] == "missing":
         missing = dict.fromkeys(key_of(each) for each in (first, *others) if each["type"] == "missing")

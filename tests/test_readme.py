@@ -139,6 +139,8 @@ def test_the_figures_of_conversion_and_training_are_those_of_their_tables():
     )
     shown = f"took {ours} from process start, `cp` {copy}, and loading and saving with transformers {theirs}"
     assert shown in " ".join(PAGE.text.split()) and "peak RssAnon, 1.71 GB hf -> sharded" in rows
+    peaks = [rows[name]["figure"] for name in rows if "RssAnon" in name]
+    assert f"does not grow with the model ({max(peaks) / 1e3:.1f} GB at most here)" in PAGE.text
     training = [*measured("training").values()]
     shown = [(f"{row['figure']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}") for row in training]
     cells = Page.read("docs/performance.md").rows("Measured on two CPU cores")

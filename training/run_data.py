@@ -119,8 +119,8 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     for file in batches.files:
         stated = file.index.tokenizer_fingerprint
         if stated and stated not in _fingerprints(folder, names):
-            tokenizer = _tokenizer_beside(file)
-            if tokenizer is not None and give_the_same_ids(folder, tokenizer):
+            beside = _tokenizer_beside(file)
+            if beside is not None and give_the_same_ids(folder, beside):
                 continue
             raise BadInput(
                 key,

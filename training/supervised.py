@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.find import STRICT
-from ..parallel_state import BadInput, launched
+from ..models import AdaptedFamily
+from ..parallel_state import BadInput, dtype_named, launched
+from ..parallel_state.local_work import check_host_memory
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.determinism import deterministic
 from ..runs.flight_recorder import keeping_nccl_record
@@ -31,8 +33,7 @@ from ..runs.requests import StopSignals
 from ..runs.trackers import Tracker
 from ..system import counted
 from .callbacks import Callback
-from .host_memory import check_host_memory
-from .run_plan import RunPlan, check_run
+from .run_plan import Plan, RunPlan, check_run
 from .trainer import Trainer
 
 #: Given a recipe and the number of ranks that are left: the recipe in a layout of at most so many ranks, and
@@ -97,7 +98,7 @@ def run(
         layout.check_world(ranks)
     check_local(layout, device=loaded.device)
     plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
-    check_host_memory(loaded, plan)
+    check_memory(loaded, plan)
     if layout.world == 1:
         train(plan)
         return 0
@@ -121,6 +122,17 @@ def run(
     arguments = ["train", file, *overrides, *(option for option, is_set in options.items() if is_set)]
     with lock_folder(out) as lock:
         return launch(arguments, layout.world, status_folder(out), lock=lock)
+
+
+def check_memory(recipe: Recipe, planned: Plan) -> None:
+    """Refuse a run of which this host, with all ranks on it, cannot hold the weights."""
+    if recipe.device != "cpu" and not recipe.memory.offload:
+        return
+    family = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
+    stages = family.declarations(planned.config, recipe.layout, split=planned.split)
+    trained = recipe.lora is None and not planned.groups  # else some weights are frozen
+    itemsize = dtype_named(recipe.dtype).itemsize
+    check_host_memory(stages, recipe.layout, itemsize=itemsize, trained=trained)
 
 
 def _devices(recipe: Recipe) -> int:

@@ -76,6 +76,7 @@ test_a_bad_recipe_is_refused_by_key = refusals(
         lambda folder: (folder / "bare.toml").write_text("out = 'run'\n[model]\n[data]\ntokens = 'a'\n"),
         why="all keys that a recipe needs and has not",
     ),
+    command("train recipe.toml lr=1 nn=2", "Nearest: optimizer.lr. Unknown too: nn$", write_recipe),
     command("train recipe.toml data.sequence_length=65", "sequence_length", write_recipe, why="D29"),
     command("train recipe.toml --rank 0", "--rank: expected --dry-run with it", write_recipe),
     command("train recipe.toml --device-memory 80GB", "--device-memory: expected --dry-run", write_recipe),
@@ -293,7 +294,8 @@ def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, ca
         checks = [Check("first", "1", "1", True), Check("second", "3", "2", passed)]
         monkeypatch.setattr(Quickstart, "run", lambda self, found=checks: found)
         assert run(["quickstart", "--out", str(tmp_path / f"q{code}")]) == code
-        assert ("FAILED" in capfd.readouterr().out) == (not passed)
+        printed = capfd.readouterr().out
+        assert ("FAILED" in printed) == (not passed) and printed.count("next: trilith report") == 1
 
 
 @pytest.mark.slow

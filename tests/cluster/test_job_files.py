@@ -37,7 +37,7 @@ def loaded(folder, *words):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_file_says_the_layout_s_ranks_and_how_it_is_started(system, tmp_path):
     text = written(tmp_path, system, RECIPE, "--nodes", "16")
-    assert "on 16 nodes with 4 ranks each" in text
+    assert "on 16 nodes of 4 ranks" in text
     assert f"trilith train {RECIPE}" in text or RECIPE in yaml.safe_load(text)["spec"].__repr__()
 
 

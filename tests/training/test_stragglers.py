@@ -18,8 +18,8 @@ from trilith.training.stragglers import slowest_of
 
 
 def run_with_a_late_rank(raw, hosts=None):
-    """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was. ``hosts``:
-    the names of the ranks' hosts, if they are to be several.
+    """Run with rank 1 late in step 2, the one that is measured, and the ranks on these hosts, if several;
+    return whether torch is as it was.
     """
 
     def late(point, *, rank, step):

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from support.short_runs import losses, run_recipe, tiny_recipe, train, trainer_of, write_recipe
 from trilith.checkpoints import complete_checkpoints
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
 from trilith.recipes import parse_recipe
+from trilith.runs import launch
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
 from trilith.runs.requests import Killed, Preempted
@@ -139,3 +141,14 @@ def test_a_file_from_before_the_start_does_nothing(tmp_path):
     train(raw)
     assert saved(raw) == ["step-00000006"]
     assert {path.name for path in (tmp_path / "run").iterdir()}.isdisjoint({"stop", "save", "kill"})
+
+
+def test_on_a_busy_cpu_the_first_line_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(launch.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    for threads, words in (
+        (1, ""),
+        (2, " (load 9.0 on 2 cores: OMP_NUM_THREADS=1 may be many times faster)"),
+    ):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert launch.device_words("cpu") == f"cpu{words}"
