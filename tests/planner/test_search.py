@@ -30,9 +30,13 @@ from trilith.recipes import load_recipe
 MACHINE = machine_named("l40s", gpus_per_node=2)
 
 
+def request_of_llama(**more):
+    return read_request("llama-3.2-1b", MACHINE, 4, sequence_length=8192, global_batch=8, **more)
+
+
 @pytest.fixture(scope="module")
 def result():
-    return find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
+    return find_layouts(request_of_llama())
 
 
 def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_path):
@@ -93,15 +97,13 @@ def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     monkeypatch.setattr(
         Bound, "of_choice", lambda self, choice: (exact.append(choice), of_choice(self, choice))[1]
     )
-    result = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=8192, global_batch=8))
+    result = find_layouts(request_of_llama())
     assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
     assert 2 * len(exact) < result.legal and len(set(exact)) == len(exact)
 
 
 def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
-    result = find_layouts(
-        read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8, headroom=0.7)
-    )
+    result = find_layouts(request_of_llama(headroom=0.7))
     memory = [one for one in result.tally if one.kind == "memory"]
     assert memory
     for one in memory:

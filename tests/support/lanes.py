@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-#: Lanes for two cores: tests wait for processes. ``pytest -n 4`` uses four, ``pytest -n 0`` none.
-LANES = max(3, (os.cpu_count() or 1) * 3 // 2)
+#: A lane with the processes of its tests keeps one core busy; ``pytest -n 4`` uses four, ``pytest -n 0`` none.
+LANES = max(2, os.cpu_count() or 1)
 #: Options of somebody who looks for one failure, which lanes would hide or reorder.
 _ONE_PROCESS = ("keyword", "lf", "failedfirst", "stepwise", "usepdb", "trace", "collectonly")
 

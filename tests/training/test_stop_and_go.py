@@ -102,14 +102,9 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
     ),
     StopAndGo("groups-in-one-layout", [ONE_PROCESS] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS),
     StopAndGo(
-        "groups-pp2-first-stage-frozen-but-for-one",
-        [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2,
-        {**GROUPS, "steps": 4},
-        whole=ONE_PROCESS,
-    ),
-    StopAndGo(
-        "groups-zero3-into-tensor-ranks",
-        [{"layout": {"data": 2, "zero": 3}}, {"layout": {"tensor": 2}}],
+        "groups-pp2-first-stage-frozen-but-for-one-into-zero3-into-tensor-ranks",
+        [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2
+        + [{"layout": {"data": 2, "zero": 3}}, {"layout": {"tensor": 2}}],
         {**GROUPS, "steps": 4},
         whole=ONE_PROCESS,
     ),
