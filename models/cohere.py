@@ -1,23 +1,23 @@
 """Cohere's Command R and R7B: parallel branches, norms without bias, rotated neighbours, scaled logits."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, RotaryEmbedding
+from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
-from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm, rotary
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
 
 
 class CohereConfig(LlamaConfig):
     """List the fields of a Command R config.json."""
 
+    INTERLEAVED: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {"rms_norm_eps": ABSENT, "mlp_bias": NO}  # layer_norm_eps says it
 
     vocab_size: Count = 256000
@@ -52,14 +52,11 @@ class CohereBlock(nn.Module):
 
 
 class Cohere(RotaryDecoder):
-    """Compute Command R, or the stage that this pipeline rank holds: rotated neighbours, scaled logits."""
+    """Compute Command R, or the stage that this pipeline rank holds: scaled logits."""
 
     config: CohereConfig
     Block: ClassVar[Any] = CohereBlock
     make_norm = staticmethod(unbiased_norm)
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return rotary(self.config, interleaved=True)
 
     @property
     def logit_scale(self) -> float:
@@ -104,10 +101,4 @@ class Cohere2Block(nn.Module):
         return x_BSD
 
 
-class Cohere2(Cohere):
-    """Compute Command R7B, or the stage that this pipeline rank holds."""
-
-    Block = Cohere2Block
-
-
-COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, Cohere2, LLAMA_NAMES)
+COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, decoder(Cohere2Block, Cohere), LLAMA_NAMES)

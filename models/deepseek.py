@@ -6,12 +6,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
+from ..layers import AttentionInputs, MultiHeadLatentAttention, TopKRouter, yarn_scale
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import NO, Experts, Fixed, HeadDim, Whole, Width, key
 from .base.keys import names
-from .base.parts import gated_mlp, initial, rms_norm, rotary, router
+from .base.parts import gated_mlp, initial, rms_norm, router
 from .expert_block import (
     GROUPED_EXPERTS,
     GroupedExpertsConfig,
@@ -19,7 +19,7 @@ from .expert_block import (
     corrected_router,
     grouped_experts,
 )
-from .llama import LLAMA_NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, decoder
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
@@ -69,6 +69,7 @@ class DeepseekV2Config(LatentAttentionConfig):
     ``topk_method``: ``greedy``, or ``group_limited_greedy``, where a token's experts are in its best groups.
     """
 
+    INTERLEAVED: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {"norm_topk_prob": NO, "scoring_func": ("softmax",)}
 
     num_local_experts: Experts = key("n_routed_experts", default=64)
@@ -131,16 +132,6 @@ class DeepseekBlock(nn.Module):
         return x_BSD
 
 
-class DeepseekV2(RotaryDecoder):
-    """Compute DeepSeek-V2, or the stage that this pipeline rank holds: neighbours are rotated."""
-
-    config: DeepseekV2Config
-    Block = DeepseekBlock
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return rotary(self.config, interleaved=True)
-
-
 NAMES = LLAMA_NAMES.but(
     {
         "attention.q": "self_attn.q_proj",
@@ -154,7 +145,7 @@ NAMES = LLAMA_NAMES.but(
     }
 )
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2, NAMES)
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, decoder(DeepseekBlock), NAMES)
 
 
 class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
@@ -178,16 +169,11 @@ class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
     max_position_embeddings: Whole = 4096
 
 
-class DeepseekV3(RotaryDecoder):
-    """Compute DeepSeek-V3, or the stage that this pipeline rank holds."""
-
-    config: DeepseekV3Config
-    Block = DeepseekBlock
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return rotary(self.config, interleaved=self.config.rope_interleave)
-
-
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3, NAMES, further="model.layers.{i}."
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    DeepseekV3Config,
+    decoder(DeepseekBlock),
+    NAMES,
+    further="model.layers.{i}.",
 )

@@ -11,7 +11,7 @@ from .base.fields import NO, Epsilon, Fixed, Whole
 from .base.keys import MOST_BLOCKS
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
-from .llama import RotaryDecoder
+from .llama import decoder
 from .olmo import NAMES
 from .qwen import HEAD_NORMS
 
@@ -59,10 +59,4 @@ class Exaone4Block(nn.Module):
         return x_BSD
 
 
-class Exaone4(RotaryDecoder):
-    """Compute EXAONE 4, or the stage that this pipeline rank holds."""
-
-    Block = Exaone4Block
-
-
-EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", Exaone4Config, Exaone4, NAMES)
+EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", Exaone4Config, decoder(Exaone4Block), NAMES)

@@ -12,7 +12,7 @@ from .base.family import Family
 from .base.fields import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
 from .base.names import Names, fused
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
-from .llama import LlamaConfig, RotaryDecoder
+from .llama import LlamaConfig, decoder
 
 NAMES = Names(
     "transformer.h.{i}",
@@ -74,6 +74,9 @@ class FalconConfig(LlamaConfig):
         fits = new or self.num_ln_in_parallel_attn != 2
         self.require(fits, where, "num_ln_in_parallel_attn", expected)
 
+    def rotations(self) -> dict[str, RotaryEmbedding]:
+        return {} if self.alibi else super().rotations()
+
     @property
     def two_norms(self) -> bool:
         """Return whether each of the parallel branches has a norm."""
@@ -124,22 +127,11 @@ class FalconBlock(nn.Module):
         return x_BSD
 
 
-class Falcon(RotaryDecoder):
-    """Compute Falcon, or the stage that this pipeline rank holds."""
-
-    config: FalconConfig
-    Block = FalconBlock
-    make_norm = staticmethod(layer_norm)
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return {} if self.config.alibi else super().make_rotary()
-
-
 FALCON = Family(
     "falcon",
     "FalconForCausalLM",
     FalconConfig,
-    Falcon,
+    decoder(FalconBlock, make_norm=layer_norm),
     NAMES,
     ignorable=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),
 )

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, RotaryEmbedding
+from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, NO, Count, Factor, Fixed, HeadDim, Whole, key
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, SLIDING, LayerRopesConfig, LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
 from .qwen import HEAD_NORMS
 
 
@@ -61,22 +61,20 @@ class GemmaBlock(nn.Module):
 
 
 class GemmaDecoder(RotaryDecoder):
-    """Scale embeddings by the root of their width, and norms by 1 + weight."""
+    """Scale embeddings by the root of their width, and norms by 1 + weight; bound logits in Gemma 2 and 3."""
 
     config: Any
     make_norm = staticmethod(gemma_norm)
+
+    @property
+    def logit_cap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
 
 
-class Gemma(GemmaDecoder):
-    """Compute Gemma, or the stage that this pipeline rank holds."""
-
-    Block = GemmaBlock
-
-
-GEMMA = Family("gemma", "GemmaForCausalLM", GemmaConfig, Gemma, LLAMA_NAMES)
+GEMMA = Family("gemma", "GemmaForCausalLM", GemmaConfig, decoder(GemmaBlock, GemmaDecoder), LLAMA_NAMES)
 
 
 GEMMA2_NAMES = LLAMA_NAMES.but(
@@ -126,18 +124,7 @@ class Gemma2Block(nn.Module):
         return x_BSD
 
 
-class Gemma2(GemmaDecoder):
-    """Compute Gemma 2, or the stage that this pipeline rank holds: logits are bounded."""
-
-    config: Gemma2Config
-    Block: ClassVar[Any] = Gemma2Block
-
-    @property
-    def logit_cap(self) -> float | None:
-        return self.config.final_logit_softcapping
-
-
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", Gemma2Config, Gemma2, GEMMA2_NAMES)
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", Gemma2Config, decoder(Gemma2Block, GemmaDecoder), GEMMA2_NAMES)
 
 
 #: What the first configs called window and types of blocks.
@@ -199,14 +186,6 @@ class Gemma3Block(nn.Module):
         return x_BSD
 
 
-class Gemma3(Gemma2):
-    """Compute Gemma 3, or the stage that this pipeline rank holds: two rotations."""
-
-    config: Gemma3Config
-    Block = Gemma3Block
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return self.config.rotations()
-
-
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", Gemma3Config, Gemma3, GEMMA2_NAMES)
+GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM", Gemma3Config, decoder(Gemma3Block, GemmaDecoder), GEMMA2_NAMES
+)

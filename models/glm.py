@@ -5,14 +5,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, RotaryEmbedding
+from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
-from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm, rotary
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .expert_block import GROUPED_EXPERTS, MultiTokenConfig, corrected_router, grouped_experts
-from .llama import LLAMA_NAMES, RotaryDecoder
-from .partial_rotary import PartialRotaryConfig
+from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
 from .phi3 import FUSED_GATE_UP
 
 GLM4_NAMES = LLAMA_NAMES.but(
@@ -28,6 +27,7 @@ GLM4_NAMES = LLAMA_NAMES.but(
 class Glm4Config(PartialRotaryConfig):
     """List the fields of a GLM-4 config.json. ``attention_bias``: on queries, keys and values."""
 
+    INTERLEAVED: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {"mlp_bias": NO}
     # By default transformers pads with a token that other vocabularies do not have.
     ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
@@ -60,17 +60,7 @@ class Glm4Block(nn.Module):
         return x_BSD
 
 
-class Glm4(RotaryDecoder):
-    """Compute GLM-4, or the stage that this pipeline rank holds: neighbours are rotated."""
-
-    config: Glm4Config
-    Block = Glm4Block
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return rotary(self.config, interleaved=True)
-
-
-GLM4 = Family("glm4", "Glm4ForCausalLM", Glm4Config, Glm4, GLM4_NAMES)
+GLM4 = Family("glm4", "Glm4ForCausalLM", Glm4Config, decoder(Glm4Block), GLM4_NAMES)
 
 
 class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
@@ -113,17 +103,11 @@ class Glm4MoeBlock(nn.Module):
         return x_BSD
 
 
-class Glm4Moe(RotaryDecoder):
-    """Compute GLM-4.5, or the stage that this pipeline rank holds."""
-
-    Block = Glm4MoeBlock
-
-
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     Glm4MoeConfig,
-    Glm4Moe,
+    decoder(Glm4MoeBlock),
     LLAMA_NAMES.but(GROUPED_EXPERTS),
     further="model.layers.{i}.",
 )

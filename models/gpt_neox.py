@@ -11,8 +11,7 @@ from .base.family import Family
 from .base.fields import ABSENT, YES, DropoutRate, Epsilon, Factor, Fixed, Share, key
 from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
-from .llama import RotaryDecoder
-from .partial_rotary import PartialRotaryConfig
+from .llama import PartialRotaryConfig, decoder
 
 NAMES = Names(
     "gpt_neox.layers.{i}",
@@ -70,19 +69,11 @@ class GPTNeoXBlock(nn.Module):
         return x_BSD
 
 
-class GPTNeoX(RotaryDecoder):
-    """Compute GPT-NeoX, or the stage that this pipeline rank holds."""
-
-    Block = GPTNeoXBlock
-    make_norm = staticmethod(layer_norm)
-    embedding_dropout = "hidden_dropout"
-
-
 GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     GPTNeoXConfig,
-    GPTNeoX,
+    decoder(GPTNeoXBlock, make_norm=layer_norm, embedding_dropout="hidden_dropout"),
     NAMES,
     ignorable=tuple(
         f"gpt_neox.layers.{{i}}.attention.{leaf}" for leaf in ("bias", "masked_bias", "rotary_emb.inv_freq")

@@ -13,7 +13,7 @@ from .base.keys import names
 from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -108,10 +108,4 @@ class GptOssBlock(nn.Module):
         return x_BSD
 
 
-class GptOss(RotaryDecoder):
-    """Compute GPT-OSS, or the stage that this pipeline rank holds."""
-
-    Block = GptOssBlock
-
-
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOss, NAMES)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, decoder(GptOssBlock), NAMES)

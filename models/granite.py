@@ -15,7 +15,7 @@ from .base.keys import MOST_BLOCKS
 from .base.names import fused
 from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
 from .qwen_hybrid import FULL, LINEAR, check_mixers
 
 
@@ -193,12 +193,6 @@ class GraniteHybridBlock(nn.Module):
         return x_BSD
 
 
-class GraniteHybrid(Granite):
-    """Compute Granite 4, or the stage that this pipeline rank holds."""
-
-    Block = GraniteHybridBlock
-
-
 HYBRID_NAMES = LLAMA_NAMES.but(
     {
         "mixer_norm": "input_layernorm",
@@ -222,7 +216,7 @@ GRANITE_HYBRID = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     GraniteHybridConfig,
-    GraniteHybrid,
+    decoder(GraniteHybridBlock, Granite),
     HYBRID_NAMES,
     experts_module="model.layers.{i}.block_sparse_moe.experts",
 )

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..layers import RotaryEmbedding
 from ..parallel_state import BadInput
 from .base.fields import Factor, Whole, key
 from .base.keys import MOST_BLOCKS, names
@@ -108,10 +107,3 @@ class LayerRopesConfig(LayerTypesConfig):
         """Return theta and scaling by the names of the types of blocks."""
         window = self.rope_local_base_freq, self.rope_local_scaling
         return {FULL: (self.rope_theta, self.rope_scaling), SLIDING: window}
-
-    def rotations(self) -> dict[str, RotaryEmbedding]:
-        """Make both rotations, by the names of the types of blocks."""
-        return {
-            kind: RotaryEmbedding(self.rotary_dim, theta, scaling.model_dump() if scaling else None)
-            for kind, (theta, scaling) in self.by_type.items()
-        }

@@ -10,11 +10,11 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
-from .base.fields import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Whole
+from .base.fields import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole
 from .base.keys import names
 from .base.names import Names
-from .base.parts import attention, gated_mlp, rms_norm, rotary
-from .base.rope_config import RopeScaling, check_factors, read_rope, write_scaling
+from .base.parts import attention, gated_mlp, rms_norm
+from .base.rope_config import RopeScaling, check_factors, read_rope, take_share, write_scaling
 
 
 class LlamaConfig(ModelConfig):
@@ -26,6 +26,8 @@ class LlamaConfig(ModelConfig):
         **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), ONE),
     }
     READ: ClassVar[frozenset[str]] = names("rope_parameters layer_types")
+    #: Whether the numbers of a rotated pair are neighbours, in families where no field says it.
+    INTERLEAVED: ClassVar[bool] = False
 
     num_key_value_heads: Whole
     head_dim: HeadDim
@@ -94,9 +96,48 @@ class LlamaConfig(ModelConfig):
         """Return how many numbers of a head are rotated: the first ones. The others see no position."""
         return self.head_dim
 
+    @property
+    def by_type(self) -> dict[str, tuple[float, RopeScaling | None]]:
+        """Return theta and scaling of each rotation, by the names that attention layers ask for."""
+        return {"all": (self.rope_theta, self.rope_scaling)}
+
+    def rotations(self) -> dict[str, RotaryEmbedding]:
+        """Make the rotations, by the names that attention layers ask for."""
+        neighbours = getattr(self, "rope_interleave", self.INTERLEAVED)
+        return {
+            name: RotaryEmbedding(
+                self.rotary_dim, theta, scaling.model_dump() if scaling else None, interleaved=neighbours
+            )
+            for name, (theta, scaling) in self.by_type.items()
+        }
+
     def to_hf(self) -> dict[str, Any]:
         # Beside ``rope_theta`` both transformers 4 and 5 read it.
         return {**super().to_hf(), "rope_scaling": write_scaling(self.rope_scaling)}
+
+
+class PartialRotaryConfig(LlamaConfig):
+    """List Llama's fields, and the share of each head that is rotated.
+
+    Transformers 5 has it among the ``rope_parameters``.
+    """
+
+    partial_rotary_factor: Share = 1.0
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        fields, share = take_share(fields, where)
+        return {**super().prepare(fields, where), "partial_rotary_factor": share}
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        expected = f"a share of head_dim={self.head_dim} that is an even number of it"
+        even = self.rotary_dim and self.rotary_dim % 2 == 0
+        self.require(even, where, "partial_rotary_factor", expected)
 
 
 #: Ours -> Hugging Face's, of Llama and of what its relatives add.
@@ -127,7 +168,14 @@ class RotaryDecoder(CausalLM):
     make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return rotary(self.config)
+        return self.config.rotations()
+
+
+def decoder(block: type[nn.Module], base: type[RotaryDecoder] = RotaryDecoder, **own: Any) -> type[CausalLM]:
+    """Return the class of models of these blocks; ``own``: attributes in which it is not as ``base``."""
+    methods = {name: staticmethod(value) if callable(value) else value for name, value in own.items()}
+    methods |= {"Block": block, "__module__": block.__module__}
+    return type(block.__name__.removesuffix("Block"), (base,), methods)
 
 
 class LlamaBlock(nn.Module):

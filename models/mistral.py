@@ -13,7 +13,7 @@ from .base.fields import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
 from .base.names import per_expert
 from .base.parts import attention, gated_mlp, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 
 
 class MistralConfig(LlamaConfig):
@@ -50,13 +50,7 @@ class MistralBlock(nn.Module):
         return x_BSD
 
 
-class Mistral(RotaryDecoder):
-    """Compute Mistral, or the stage that this pipeline rank holds."""
-
-    Block = MistralBlock
-
-
-MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, LLAMA_NAMES)
+MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, decoder(MistralBlock), LLAMA_NAMES)
 
 
 class MixtralConfig(MistralConfig, ExpertsConfig):
@@ -76,12 +70,6 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
     sliding_window: Whole | None = None
 
 
-class Mixtral(RotaryDecoder):
-    """Compute Mixtral, or the stage that this pipeline rank holds."""
-
-    Block = MistralBlock
-
-
 MIXTRAL_NAMES = LLAMA_NAMES.but(
     {
         "mlp.router": "block_sparse_moe.gate",
@@ -91,4 +79,4 @@ MIXTRAL_NAMES = LLAMA_NAMES.but(
     }
 )
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", MixtralConfig, Mixtral, MIXTRAL_NAMES)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", MixtralConfig, decoder(MistralBlock), MIXTRAL_NAMES)

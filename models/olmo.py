@@ -1,17 +1,16 @@
 """OLMo 2 and 3: norms behind each branch, and over all queries and all keys of a token; then windows."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, HeadsRMSNorm, RotaryEmbedding
+from ..layers import AttentionInputs, HeadsRMSNorm
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, NO, Epsilon, Factor, Fixed
 from .base.parts import HeadNorm, attention, gated_mlp, rms_norm
 from .layer_types import LayerRopesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 from .qwen import HEAD_NORMS
 
 NAMES = LLAMA_NAMES.but(
@@ -55,13 +54,7 @@ class Olmo2Block(nn.Module):
         return x_BSD
 
 
-class Olmo2(RotaryDecoder):
-    """Compute OLMo 2, or the stage that this pipeline rank holds."""
-
-    Block = Olmo2Block
-
-
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", Olmo2Config, Olmo2, NAMES)
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", Olmo2Config, decoder(Olmo2Block), NAMES)
 
 
 class Olmo3Config(Olmo2Config, LayerRopesConfig):
@@ -92,14 +85,4 @@ class Olmo3Block(nn.Module):
         return x_BSD
 
 
-class Olmo3(RotaryDecoder):
-    """Compute OLMo 3, or the stage that this pipeline rank holds: two rotations."""
-
-    config: Olmo3Config
-    Block = Olmo3Block
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return self.config.rotations()
-
-
-OLMO3 = Family("olmo3", "Olmo3ForCausalLM", Olmo3Config, Olmo3, NAMES)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", Olmo3Config, decoder(Olmo3Block), NAMES)

@@ -10,7 +10,7 @@ from .base.family import Family
 from .base.fields import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
 from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
-from .llama import LLAMA_NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -66,13 +66,10 @@ def head_norm(cfg: PhiConfig, state: ParallelState) -> HeadNorm:
     return lambda heads: LayerNorm(cfg.head_dim, cfg.layer_norm_eps, heads=True, state=state)
 
 
-class Phi(RotaryDecoder):
-    """Compute Phi, or the stage that this pipeline rank holds."""
-
-    Block = PhiBlock
-    make_norm = staticmethod(layer_norm)
-    embedding_dropout = "embd_pdrop"
-    biased_head = True
-
-
-PHI = Family("phi", "PhiForCausalLM", PhiConfig, Phi, NAMES)
+PHI = Family(
+    "phi",
+    "PhiForCausalLM",
+    PhiConfig,
+    decoder(PhiBlock, make_norm=layer_norm, embedding_dropout="embd_pdrop", biased_head=True),
+    NAMES,
+)

@@ -11,8 +11,7 @@ from .base.family import Family
 from .base.fields import NO, DropoutRate, Epsilon, Fixed, Whole
 from .base.names import Entry, fused
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import LLAMA_NAMES, RotaryDecoder
-from .partial_rotary import PartialRotaryConfig
+from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
 
 #: Ours -> Hugging Face's, where a gate and what it multiplies are stored as one.
 FUSED_GATE_UP: dict[str, Entry | None] = {
@@ -75,11 +74,6 @@ class Phi3Block(nn.Module):
         return x_BSD
 
 
-class Phi3(RotaryDecoder):
-    """Compute Phi 3, or the stage that this pipeline rank holds."""
-
-    Block = Phi3Block
-    embedding_dropout = "embd_pdrop"
-
-
-PHI3 = Family("phi3", "Phi3ForCausalLM", Phi3Config, Phi3, NAMES)
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", Phi3Config, decoder(Phi3Block, embedding_dropout="embd_pdrop"), NAMES
+)

@@ -10,7 +10,7 @@ from .base.family import Family
 from .base.fields import NO, YES, Fixed, HeadDim, Whole
 from .base.keys import names
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), YES)
@@ -59,12 +59,6 @@ class Qwen2Block(nn.Module):
         return x_BSD
 
 
-class Qwen2(RotaryDecoder):
-    """Compute Qwen 2 or 2.5, or the stage that this pipeline rank holds."""
-
-    Block = Qwen2Block
-
-
 class Qwen3Config(NoWindowsConfig):
     """List the fields of a Qwen 3 config.json."""
 
@@ -99,11 +93,5 @@ class Qwen3Block(nn.Module):
         return x_BSD
 
 
-class Qwen3(RotaryDecoder):
-    """Compute Qwen 3, or the stage that this pipeline rank holds."""
-
-    Block = Qwen3Block
-
-
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, LLAMA_NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, LLAMA_NAMES)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, decoder(Qwen2Block), LLAMA_NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, decoder(Qwen3Block), LLAMA_NAMES)

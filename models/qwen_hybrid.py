@@ -14,8 +14,7 @@ from .base.fields import NO, Experts, Fixed, HeadDim, Share, Whole, Width
 from .base.keys import MOST_BLOCKS
 from .base.names import fused
 from .base.parts import attention, gated_mlp, head_rms_norm, initial, rms_norm
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
-from .partial_rotary import PartialRotaryConfig
+from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder
 from .qwen import HEAD_NORMS, NoWindowsConfig
 from .qwen_moe import SHARED_MIXTURE, SharedExpertConfig, shared_mixture
 
@@ -160,18 +159,11 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
         return 1
 
 
-class Qwen3Next(RotaryDecoder):
-    """Compute Qwen3-Next, or the stage that this pipeline rank holds."""
-
-    Block = QwenHybridBlock
-    make_norm = staticmethod(hybrid_norm)
-
-
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     Qwen3NextConfig,
-    Qwen3Next,
+    decoder(QwenHybridBlock, make_norm=hybrid_norm),
     NAMES.but(
         {
             # A key head's queries and keys come together with its values, and with their gates.
@@ -201,18 +193,11 @@ class Qwen35Config(DeltaNetConfig):
         return super().prepare(fields, where)
 
 
-class Qwen35(RotaryDecoder):
-    """Compute Qwen 3.5, or the stage that this pipeline rank holds."""
-
-    Block = QwenHybridBlock
-    make_norm = staticmethod(hybrid_norm)
-
-
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     Qwen35Config,
-    Qwen35,
+    decoder(QwenHybridBlock, make_norm=hybrid_norm),
     NAMES.but(
         {
             "mixer.qkvz": fused("linear_attn.in_proj_qkv", "q k v"),

@@ -14,7 +14,7 @@ from .base.keys import MOST_BLOCKS
 from .base.names import Entry
 from .base.parts import attention, gated_mlp, head_rms_norm, initial, mixture, rms_norm, router
 from .expert_block import EXPERTS, NarrowExpertsConfig
-from .llama import LLAMA_NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, decoder
 from .qwen import HEAD_NORMS, NoWindowsConfig
 
 
@@ -73,13 +73,9 @@ class Qwen3MoeBlock(nn.Module):
         return x_BSD
 
 
-class Qwen3Moe(RotaryDecoder):
-    """Compute Qwen 3 with experts, or the stage that this pipeline rank holds."""
-
-    Block = Qwen3MoeBlock
-
-
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3Moe, LLAMA_NAMES.but(EXPERTS))
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, decoder(Qwen3MoeBlock), LLAMA_NAMES.but(EXPERTS)
+)
 
 
 class SharedExpertConfig(Qwen3MoeConfig):
@@ -139,12 +135,6 @@ class Qwen2MoeBlock(nn.Module):
         return x_BSD
 
 
-class Qwen2Moe(RotaryDecoder):
-    """Compute Qwen 2 with experts, or the stage that this pipeline rank holds."""
-
-    Block = Qwen2MoeBlock
-
-
 #: Ours -> Hugging Face's, of the experts and the net beside them.
 SHARED_MIXTURE: dict[str, Entry] = {
     **EXPERTS,
@@ -155,5 +145,9 @@ SHARED_MIXTURE: dict[str, Entry] = {
 }
 
 QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", Qwen2MoeConfig, Qwen2Moe, LLAMA_NAMES.but(SHARED_MIXTURE)
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    Qwen2MoeConfig,
+    decoder(Qwen2MoeBlock),
+    LLAMA_NAMES.but(SHARED_MIXTURE),
 )

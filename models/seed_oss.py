@@ -10,7 +10,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import DropoutRate, HeadDim, Whole
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 
 
 class SeedOssConfig(LlamaConfig):
@@ -51,10 +51,4 @@ class SeedOssBlock(nn.Module):
         return x_BSD
 
 
-class SeedOss(RotaryDecoder):
-    """Compute Seed-OSS, or the stage that this pipeline rank holds."""
-
-    Block = SeedOssBlock
-
-
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, LLAMA_NAMES)
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, decoder(SeedOssBlock), LLAMA_NAMES)

@@ -11,7 +11,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import Factor, Whole
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import LLAMA_NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, decoder
 from .qwen import NoWindowsConfig
 
 
@@ -66,10 +66,4 @@ class SmolLM3Block(nn.Module):
         return x_BSD
 
 
-class SmolLM3(RotaryDecoder):
-    """Compute SmolLM 3, or the stage that this pipeline rank holds."""
-
-    Block = SmolLM3Block
-
-
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, LLAMA_NAMES)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, decoder(SmolLM3Block), LLAMA_NAMES)

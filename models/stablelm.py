@@ -11,8 +11,7 @@ from .base.family import Family
 from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
 from .base.names import per_expert
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
-from .llama import LLAMA_NAMES, RotaryDecoder
-from .partial_rotary import PartialRotaryConfig
+from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -70,11 +69,6 @@ class StableLmBlock(nn.Module):
         return x_BSD
 
 
-class StableLm(RotaryDecoder):
-    """Compute StableLM, or the stage that this pipeline rank holds."""
-
-    Block = StableLmBlock
-    make_norm = staticmethod(layer_norm)
-
-
-STABLELM = Family("stablelm", "StableLmForCausalLM", StableLmConfig, StableLm, NAMES)
+STABLELM = Family(
+    "stablelm", "StableLmForCausalLM", StableLmConfig, decoder(StableLmBlock, make_norm=layer_norm), NAMES
+)

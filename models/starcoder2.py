@@ -10,7 +10,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
 from .base.parts import attention, layer_norm, mlp
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 
 NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
@@ -58,12 +58,10 @@ class Starcoder2Block(nn.Module):
         return x_BSD
 
 
-class Starcoder2(RotaryDecoder):
-    """Compute StarCoder 2, or the stage that this pipeline rank holds."""
-
-    Block = Starcoder2Block
-    make_norm = staticmethod(layer_norm)
-    embedding_dropout = "embedding_dropout"
-
-
-STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", Starcoder2Config, Starcoder2, NAMES)
+STARCODER2 = Family(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    Starcoder2Config,
+    decoder(Starcoder2Block, make_norm=layer_norm, embedding_dropout="embedding_dropout"),
+    NAMES,
+)

@@ -16,7 +16,6 @@ from ...layers import (
     LayerNorm,
     MoE,
     RMSNorm,
-    RotaryEmbedding,
     TopKRouter,
 )
 from ...parallel_state import Initial, Normal, ParallelState
@@ -134,9 +133,3 @@ def mixture(
     act, experts = cfg.hidden_act, cfg.num_local_experts
     stack = Experts(experts, cfg.hidden_size, width, act=act, initial=initial(cfg), state=state)
     return MoE(router, stack, shared=shared, state=state)
-
-
-def rotary(cfg: Any, *, interleaved: bool = False) -> dict[str, RotaryEmbedding]:
-    """Make the rotation of all blocks; ``interleaved``: the numbers of a rotated pair are neighbours."""
-    scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-    return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=interleaved)}

@@ -9,20 +9,3 @@ from .archive import TorchArchive, archive_at, open_state_dict, tensors_in
 from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
 from .view_file import View, ViewFile
 from .zip_entries import ZipEntry, zip_entries
-
-__all__ = [
-    "Limits",
-    "Maker",
-    "Name",
-    "OrderedDict",
-    "Record",
-    "TorchArchive",
-    "View",
-    "ViewFile",
-    "ZipEntry",
-    "archive_at",
-    "open_state_dict",
-    "read_records",
-    "tensors_in",
-    "zip_entries",
-]
