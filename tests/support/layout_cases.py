@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -179,9 +180,10 @@ def observe(rows: Sequence[Row], folder: str) -> list[RankRecord]:
     if any(row.case.device == "cuda" for row in rows):
         share_gpu()
     records = []
+    start = cache(ParallelState.start)  # equal layouts share their groups, which take a tenth of a second
     for number, row in enumerate(rows):
         print(f"row {row.why!r}", file=sys.stderr)  # the error of a rank ends with what it wrote
-        records.append(_Run(row, Path(folder) / str(number)).record)
+        records.append(_Run(row, Path(folder) / str(number), start).record)
     return records
 
 
@@ -191,11 +193,11 @@ class _Run:
     So a row of neither that only asks what a step sends takes one.
     """
 
-    def __init__(self, row: Row, folder: Path) -> None:
-        self.row, self.case, self.record = row, row.case, RankRecord()
+    def __init__(self, row: Row, folder: Path, start: Callable[..., ParallelState]) -> None:
+        self.row, self.case, self.record, self.start = row, row.case, RankRecord(), start
         #: What a step sends does not depend on the numbers: weights need not change.
         self.trains = row.tolerance is not None or bool(row.holds) or row.resumes is not None
-        self.state = ParallelState.start(self.case.layout, device=self.case.device)
+        self.state = start(self.case.layout, device=self.case.device)
         if row.holds:
             gc.collect()
         # From before there is a weight: FSDP keeps some where no parameter shows them. It is left while
@@ -283,11 +285,20 @@ class _Run:
     def _resume(self, folder: Path, layout: Layout) -> None:
         """Take the second step from the checkpoint that was written after the first."""
         before = pieces(self.parts.model, self.state)
-        after = _second_step(self.case, folder)
+        after = self._second_step(self.case, folder)
         assert before.keys() == after.keys()
         self.record.resumed = [name for name in before if not torch.equal(before[name][2], after[name][2])]
         other = replace(self.case, layout=layout, split=None, schedule="1f1b")
-        self.record.elsewhere = shares_of(_second_step(other, folder))
+        self.record.elsewhere = shares_of(self._second_step(other, folder))
+
+    def _second_step(self, case: Case, folder: Path) -> Pieces:
+        state = self.start(case.layout, device=case.device)
+        parts = _started(case, state, filled=False)
+        load(folder, parts.model, parts.optimizer)
+        parts.step.launch(rank_batch(case, 1, state))
+        clip_gradients(parts.model, case.clip, state=state)
+        parts.optimizer.step()
+        return pieces(parts.model, state)
 
 
 def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
@@ -297,16 +308,6 @@ def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
         initialize(parts.model, case.seed, state=state)
         roughen(parts.model, case.seed, state)
     return parts
-
-
-def _second_step(case: Case, folder: Path) -> Pieces:
-    state = ParallelState.start(case.layout, device=case.device)
-    parts = _started(case, state, filled=False)
-    load(folder, parts.model, parts.optimizer)
-    parts.step.launch(rank_batch(case, 1, state))
-    clip_gradients(parts.model, case.clip, state=state)
-    parts.optimizer.step()
-    return pieces(parts.model, state)
 
 
 def sent_in(operators: Operators, state: ParallelState) -> Totals:
@@ -404,7 +405,7 @@ class Layouts:
     fails, because then they disturb one another. No question runs a row again.
     """
 
-    def __init__(self, *table: Row | Iterable[Row], at_once: int = 4) -> None:
+    def __init__(self, *table: Row | Iterable[Row], at_once: int = 16) -> None:
         self.rows, self.at_once = rows_of(table), at_once
         names = [row.why for row in self.rows]
         if len({*names}) < len(names):
