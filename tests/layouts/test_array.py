@@ -78,7 +78,7 @@ def test_every_part_that_may_be_trained_is_cut_along_an_axis_and_computed_again(
 
 
 def test_the_array_holds_every_pair_that_is_drawn():
-    random = Random(0)
+    random = Random(1)
     for _ in range(5000):
         choice = draw(random)
         assert not (missing := pairs(choice) - HELD), (str(choice), missing)
