@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..parallel_state.engine import local_data
+from ..parallel_state.engine import UncompiledMode, local_data
 from .tensors import tensors_in
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(UncompiledMode):
     """Count the bytes of the storages that operators make while this context is entered, and of those given
     at first.
 
@@ -43,12 +42,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {id(storage): storage for storage in _storages((args, kwargs))}
+        known = {id(storage): storage for storage in _storages((args, kwargs) if kwargs else args)}
         out = func(*args, **(kwargs or {}))
         # A view of what is not counted is not counted either.
         self._note([storage for storage in _storages(out) if id(storage) not in known])
         for key, storage in known.items():
-            if key in self._most and (size := storage.nbytes()) > (most := self._most[key]):
+            most = self._most.get(key)
+            if most is not None and (size := storage.nbytes()) > most:
                 self._most[key] = size
                 self._sum += size - most
         if self._sum > self.peak:  # or there are no more: asking each is slow
@@ -68,8 +68,10 @@ class LiveBytes(TorchDispatchMode):
         self._sum -= self._most.pop(key, 0)
 
 
-def _storages(value: object) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of all tensors in nested lists, tuples and dicts that have memory."""
-    for tensor in tensors_in(value):
-        if tensor.device.type != "meta":
-            yield (local_data(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def _storages(value: object) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors in nested lists, tuples and dicts that have memory."""
+    return [
+        (local_data(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        for tensor in tensors_in(value)
+        if tensor.device.type != "meta"
+    ]

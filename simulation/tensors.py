@@ -1,6 +1,6 @@
 """Find the tensors in what an operator is given or returns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,22 @@ def device_of(tensor: Tensor) -> torch.device:
     return tensor.device if device is None else device
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts; modes ask this at every operator."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for element in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(element)
+        return [value]
+    tensors: list[Tensor] = []
+    if isinstance(value, (list, tuple, Mapping)):
+        _collect(value, tensors)
+    return tensors
+
+
+def _collect(nest: Iterable[Any] | Mapping[Any, Any], tensors: list[Tensor]) -> None:
+    for element in nest.values() if isinstance(nest, Mapping) else nest:
+        if isinstance(element, Tensor):
+            tensors.append(element)
+        elif isinstance(element, (list, tuple, Mapping)):
+            _collect(element, tensors)
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..parallel_state.engine import TorchDispatchMode, group_of_call
+from ..parallel_state.engine import UncompiledMode, group_of_call
 from ..simulation.collectives import collective_of
 from ..simulation.tensors import tensors_in
 
 
-class Operators(TorchDispatchMode):
+class Operators(UncompiledMode):
     """Record, while it is entered, every operator that runs on this rank.
 
     ``names`` are the operators in order, as ``aten::mm``. ``collectives`` counts those that send by their
