@@ -72,7 +72,7 @@ def test_the_plan_counts_what_waits_for_the_second_part_of_a_backward(worker, tm
         tmp_path,
         layout={"pipeline": 2, "schedule": "zbv", "expert": 2, "data": 2, "zero": 1},
         model={"size": "qwen3-next-80b-a3b", "config": {"num_hidden_layers": 4, "num_experts": 16}},
-        data={"tokens": "tokens", "sequence_length": 1024, "global_batch": 8, "micro_batch": 1},
+        data={"tokens": "tokens", "sequence_length": 2048, "global_batch": 8, "micro_batch": 1},
         device="cuda",
     )
     planned = dry_run(zbv, rank=2).rank.memory.total
