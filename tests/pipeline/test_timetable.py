@@ -1,15 +1,21 @@
-"""Timetables of torch's own schedules: whole, in a possible order, and as idle as the formula says."""
+"""Timetables of torch's own schedules: whole, possible, as idle as the formula says; neighbours and cuts."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.refusals import Refused, refusals
-from trilith.parallel_state import Layout
+from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
-from trilith.pipeline.runner import schedule_classes
+from trilith.pipeline.cut import cut_by_cost, stage_costs
+from trilith.pipeline.relay import greet
+from trilith.pipeline.runner import neighbours, schedule_classes
 from trilith.pipeline.schedule_actions import actions
+from trilith.testing import run_parallel
 
 #: One stage a rank: torch does not state what it runs (``Schedule1F1B`` orders its last rank otherwise).
 STATED = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
@@ -132,3 +138,49 @@ test_a_schedule_that_a_layout_cannot_run_is_refused = refusals(
     Refused(why, lambda _, name=name, layout=layout, n=n: check_schedule(name, Layout.of(**layout), n), says)
     for why, (name, layout, n, says) in REFUSED.items()
 )
+
+
+COST = st.integers(1, 9).map(float)
+
+
+@given(st.lists(COST, min_size=1, max_size=9), st.integers(1, 5), st.integers(0, 12), st.integers(0, 12))
+def test_no_cut_has_a_faster_slowest_stage(blocks, stages, first, last):
+    if stages > len(blocks):
+        return
+    found = cut_by_cost(blocks, stages, first=first, last=last)
+    assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
+    every = []
+    for places in combinations(range(1, len(blocks)), stages - 1):
+        bounds = (0, *places, len(blocks))
+        counts = [b - a for a, b in pairwise(bounds)]
+        costs = stage_costs(counts, blocks, first=first, last=last)
+        every.append((max(costs), sum(cost**2 for cost in costs)))
+    costs = stage_costs(found, blocks, first=first, last=last)
+    assert max(costs) == pytest.approx(min(worst for worst, _ in every))
+    assert sum(cost**2 for cost in costs) == pytest.approx(min(every)[1])
+
+
+def test_the_head_takes_the_place_of_blocks():
+    assert cut_by_cost([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert cut_by_cost([1.0] * 8, 4, last=2.0) == [2, 2, 3, 1]
+    assert cut_by_cost([1.0] * 16, 4, first=0.01, last=4.0) == [5, 5, 5, 1]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_neighbours_are_those_with_whom_a_schedule_exchanges_tensors(name):
+    layout = layout_of(name, 4)
+    near = [neighbours(ParallelState.stand_in(layout, rank)) for rank in range(4)]
+    pairs = {tuple(map(layout.rank_of_stage, (n, n + 1))) for n in range(layout.stages - 1)}
+    between = {frozenset(pair) for pair in pairs if len(set(pair)) > 1}
+    assert {frozenset((rank, peer)) for rank in range(4) for peer in near[rank]} == between
+    assert all(rank in near[peer] for rank in range(4) for peer in near[rank])
+
+
+def meet(layouts):
+    for layout in layouts:
+        state = ParallelState.start(layout)
+        greet(neighbours(state), state.pipeline_group, torch.device("cpu"))
+
+
+def test_ranks_in_a_line_and_in_a_circle_meet():
+    run_parallel(meet, 4, [Layout.of(pipeline=4), layout_of("interleaved", 4), layout_of("zbv", 4)])

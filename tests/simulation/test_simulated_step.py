@@ -8,6 +8,7 @@ import re
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -71,7 +72,7 @@ def test_the_plan_counts_what_waits_for_the_second_part_of_a_backward(worker, tm
         tmp_path,
         layout={"pipeline": 2, "schedule": "zbv", "expert": 2, "data": 2, "zero": 1},
         model={"size": "qwen3-next-80b-a3b", "config": {"num_hidden_layers": 4, "num_experts": 16}},
-        data={"tokens": "tokens", "sequence_length": 1024, "global_batch": 8, "micro_batch": 1},
+        data={"tokens": "tokens", "sequence_length": 2048, "global_batch": 8, "micro_batch": 1},
         device="cuda",
     )
     planned = dry_run(zbv, rank=2).rank.memory.total
@@ -176,8 +177,10 @@ def test_each_device_has_its_kernels_and_mistakes_change_the_figures(alone):
     alone(figures)
 
 
-def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(tmp_path, capsys):
+def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(worker, tmp_path, capsys, monkeypatch):
     """As the plan of the same rank, in the kinds that the ledger knows; no foreign file is replaced."""
+    lent = SimpleNamespace(simulate=worker.simulate, close=lambda: None)
+    monkeypatch.setattr("trilith.planner.search.Worker", lambda: lent)
     recipe, page = tmp_path / "recipe.toml", tmp_path / "memory.html"
     raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", layout={"data": 2, "zero": 1})
     write_recipe(recipe, raw | {"model": {"config": TINIEST_LLAMA}})

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-#: A lane and the processes of its tests keep a core busy; ``pytest -n 4`` uses four, ``pytest -n 0`` none.
+#: A lane with the processes of its tests keeps one core busy. ``pytest -n 4`` uses four, ``-n 0`` none.
 LANES = max(2, os.cpu_count() or 1)
 #: Options of somebody who looks for one failure, which lanes would hide or reorder.
 _ONE_PROCESS = ("keyword", "lf", "failedfirst", "stepwise", "usepdb", "trace", "collectonly")
