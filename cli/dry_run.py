@@ -79,11 +79,9 @@ def _show(
     # All else takes seconds.
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
     say(f"layout         {layout}{ranks}")
-    from ..planner.device_memory import reserved_words
+    from ..planner.device_memory import reserved_words, unit_of
     from ..planner.dry_run import dry_run
     from ..planner.search.exact_memory import (
-        HOLDERS_HEAD,
-        KINDS_HEAD,
         exact_line,
         kinds_of_bytes,
         largest_holders,
@@ -115,7 +113,7 @@ def _show(
         f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
         f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
     )
-    unit, scale = _unit(shown.total)
+    unit, scale = unit_of(shown.total)
     sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
     rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
     memory_table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
@@ -133,8 +131,8 @@ def _show(
     if exact or page is not None:
         record = _simulated(planned.recipe, shown.rank)
         say(f"exact          {exact_line(record, memory.total)}")
-        print_table(_table(f"who holds the memory of rank {shown.rank}", KINDS_HEAD, kinds_of_bytes(record)))
-        print_table(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
+        print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
+        print_table(_table("the largest holders", *largest_holders(record)))
         if page is not None:
             page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
     return planned
@@ -166,13 +164,10 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
     return filled
 
 
-def _unit(largest: float) -> tuple[str, float]:
-    """Return in what bytes are told of which so many are the most, and how many of them it is."""
-    return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
-
-
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
-    unit, scale = _unit(max(sent.wire for sent in traffic))
+    from ..planner.device_memory import unit_of
+
+    unit, scale = unit_of(max(sent.wire for sent in traffic))
     head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
     rows = [
         (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",

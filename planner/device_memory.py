@@ -12,6 +12,11 @@ FRAGMENTATION = 0.15
 LESS_UNUSED = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
+def unit_of(largest: float) -> tuple[str, float]:
+    """Return in what bytes are told of which so many are the most, and how many of them it is."""
+    return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+
 def runtime_of(device: str) -> int:
     """Return the bytes of a device that no tensor has: none on a CPU."""
     return RUNTIME if device == "cuda" else 0

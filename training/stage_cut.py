@@ -43,8 +43,8 @@ class StageCut:
         if not self.costs:
             return f"blocks {', '.join(ranks)}"
         return (
-            f"blocks {', '.join(ranks)} ({name} of a token's forward, ends counted); "
-            f"the slowest stage takes {self.slowest:.2f} of the mean"
+            f"blocks {', '.join(ranks)} (in brackets: {name} of a token's forward, embedding and output "
+            f"included); the slowest stage has {self.slowest:.2f} times the mean"
         )
 
 

@@ -36,8 +36,8 @@ def make_page(search: Found) -> str:
         f"{step_of_rank(search)}</figure>",
         "<p>Exchanges are drawn as far as nothing is computed beside them. Inside a forward or a backward "
         "the parts follow each other here; in truth each block has its own.</p>",
-        "<h2>Why the others fall</h2>",
-        f"<p>{escape(searched(search))}</p>",
+        "<h2>The other layouts</h2>",
+        f"<p>Ruled out: {escape(searched(search))}.</p>",
         table(left_out(search), head=("", "reason", "layouts", "example")),
         folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...simulation.record import StepRecord
 from ...system import counted
+from ..device_memory import unit_of
 from ..time import PARTS
 from ..time.rank_step import rank_step
 from .find import Found
@@ -150,15 +151,16 @@ def memory_of_step(record: StepRecord) -> str:
     """Return SVG: the most bytes in each piece of a rank's step, operator by operator, by what runs."""
     figure, axes = _figure(1, 3.6, width=12)
     phases, sizes = zip(*record.timeline, strict=True)
+    unit, scale = unit_of(record.peak)
     for colour, phase in zip(_COLOURS, dict.fromkeys(phases), strict=False):
         here = [each == phase for each in phases]
-        height = [size / 1e9 for size in sizes]
+        height = [size / scale for size in sizes]
         axes.fill_between(range(len(sizes)), height, step="post", where=here, color=colour, label=phase, lw=0)
-    axes.axhline(record.peak / 1e9, color=_INK, linewidth=1, linestyle="--")
+    axes.axhline(record.peak / scale, color=_INK, linewidth=1, linestyle="--")
     axes.set_ylim(0)
     axes.set_xticks([])
     axes.set_xlabel("operators of the step, in order")
-    axes.set_ylabel("GB")
+    axes.set_ylabel(unit)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _svg(figure)
 

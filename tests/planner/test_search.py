@@ -116,7 +116,7 @@ def test_the_page_is_whole_and_has_no_address(result):
     page = make_page(result)
     assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 3
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
-    assert "Why the others fall" in page and "prefers-color-scheme: dark" in page
+    assert "The other layouts" in page and "prefers-color-scheme: dark" in page
 
 
 def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):

@@ -187,7 +187,7 @@ def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(worker, tmp_path,
     assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert abs(float(re.search(r"the plan says .*\((.*)%\)", printed)[1])) < 1
-    assert "activations" in printed and "layers.*" in printed
+    assert "activations" in printed and "layers.*" in printed and " MB of tensors at" in printed
     drawn = page.read_text()
     assert "<svg" in drawn and "backward" in drawn and "layers.*" in drawn
     page.write_text("mine")
