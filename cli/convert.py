@@ -73,8 +73,8 @@ def convert(
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.model_card import model_card
+    from .shared.options import parse_counts
     from .shared.say import byte_progress
-    from .shared.sizes import parse_counts
 
     if to == "dcp":
         other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
