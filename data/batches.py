@@ -4,8 +4,6 @@ The only position is the step. Everything else follows from (seed, step) and the
 micro-batches are made one by one, ahead in a thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy

@@ -1,7 +1,5 @@
 """Make batches of a user's data sets: a length, and an item by its number, which is a dict of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
