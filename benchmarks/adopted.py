@@ -19,8 +19,7 @@ from typing import Any
 
 from measure import Peak, Row, afresh, at_most, copy, in_turn, ratio
 from trainers import save_model
-from trilith.machine.llama import llama
-from trilith.machine.random_files import write_hf_folder
+from trilith.machine.random_files import llama, write_hf_folder
 
 from training import Contender, difference
 

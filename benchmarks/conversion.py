@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
-from trilith.machine.llama import llama
-from trilith.machine.random_files import write_hf_folder
+from trilith.machine.random_files import llama, write_hf_folder
 from trilith.parallel_state import Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor

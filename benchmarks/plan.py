@@ -18,10 +18,9 @@ from typing import Any
 
 from measure import Row, at_most
 from trilith.machine.child import in_ranks
-from trilith.machine.llama import llama
 from trilith.machine.measure.run import measure, report_json
 from trilith.machine.measure.steps import WARM_UP, train_steps
-from trilith.machine.random_files import write_tokens
+from trilith.machine.random_files import llama, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import plan_without_weights, predicted_step
 from trilith.planner.time import Machine, StepTime, machine_from_bench

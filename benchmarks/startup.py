@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from measure import Row, at_most, in_turn, ratio
-from trilith.machine.llama import llama
-from trilith.machine.random_files import write_tokens
+from trilith.machine.random_files import llama, write_tokens
 
 SHAPE = llama(64, 2, ids=503, heads=4, groups=2)
 KEYS = {key: value for key, value in SHAPE.items() if key != "model_type"}

@@ -11,10 +11,11 @@ from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Place, Range
-from .shared.say import say
+from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source
+    from ..checkpoints.convert.plan import Plan
 
 _WORKERS = 2
 
@@ -72,10 +73,9 @@ def convert(
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
-    from ..checkpoints import ConversionOptions, carry_out, plan_conversion
+    from ..checkpoints import plan_conversion
     from .shared.model_card import model_card
-    from .shared.say import byte_progress
-    from .shared.sizes import parse_counts
+    from .shared.options import parse_counts
 
     if to == "dcp":
         other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
@@ -106,16 +106,25 @@ def convert(
                 shape, pieces = list(transfer.box.shape), len(transfer.pieces)
                 say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
-    with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        card = model_card(plan.source) if plan.layout is None else None
+    card = model_card(plan.source) if plan.layout is None else None
+    write_weights(plan, dst, f"{src} -> {dst}", card, workers, allow_nonfinite=allow_nonfinite)
+    if verify:
+        _compare(plan.source, dst, dtype)
+
+
+def write_weights(
+    plan: Plan, out: Path, title: str, card: str | None, workers: int, *, allow_nonfinite: bool = False
+) -> None:
+    """Carry out a plan with a progress bar; print its warnings and what was written."""
+    from ..checkpoints import ConversionOptions, carry_out
+
+    with byte_progress(title, plan.nbytes) as advance:
         options = ConversionOptions(workers=workers, progress=advance, card=card)
-        carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
+        carry_out(plan, out, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
     kinds = "weights and moments" if plan.keeps_moments else "weights"
-    say(f"{dst}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
-    if verify:
-        _compare(plan.source, dst, dtype)
+    say(f"{out}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
 
 
 def _to_dcp(src: str, dst: Path, unsupported: list[str], names: str | None, config: str | None) -> None:

@@ -71,7 +71,7 @@ def _show(
     page: Path | None,
 ) -> DryRun:
     from ..recipes.recipe import load_recipe
-    from .shared.sizes import parse_size
+    from .shared.options import parse_size
 
     device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     loaded = load_recipe(recipe, overrides)

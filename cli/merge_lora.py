@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-from ..system import counted
+from .convert import write_weights
 from .shared.inputs import check_weights_there
 from .shared.options import WORKERS, Strict
 from .shared.parameters import Place, Range
-from .shared.say import say
 
 
 def merge_lora(
@@ -31,18 +30,12 @@ def merge_lora(
     """
     check_weights_there(base, "a Hugging Face folder or a checkpoint")
     check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
-    from ..checkpoints import ConversionOptions, carry_out, plan_merge
+    from ..checkpoints import plan_merge
     from ..parallel_state import check_workers
     from .shared.model_card import model_card
-    from .shared.say import byte_progress
 
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
-    with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
-        assert plan.merge is not None
-        card = model_card(plan.merge.adapter, base=base)
-        options = ConversionOptions(workers=workers, progress=advance, card=card)
-        carry_out(plan, out, options=options)
-    for warning in plan.source.warnings:
-        say(f"warning: {warning}", err=True)
-    say(f"{out}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")
+    assert plan.merge is not None
+    card = model_card(plan.merge.adapter, base=base)
+    write_weights(plan, out, f"{base} + {adapter} -> {out}", card, workers)

@@ -73,8 +73,8 @@ def parity(
     from ..recipes.sections import LayoutSection
     from ..runs.terminal import plain_console
     from ..testing.parity.case import Question
+    from .shared.options import parse_counts
     from .shared.parity import TOLERANCES, check, compare_with_transformers
-    from .shared.sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")
     keys = {key: options[key] for key in LayoutSection.model_fields}

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
-from .shared.options import FORCE, model_names
+from .shared.options import FORCE, model_names, parse_amount, parse_counts
 from .shared.parameters import As, Range
 from .shared.say import progress_bar, say
-from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ..system.errors import BadInput
-from .shared.options import SCHEDULES
+from .shared.options import SCHEDULES, parse_amount
 from .shared.parameters import As, Range
 from .shared.say import say, say_json
-from .shared.sizes import parse_amount
 
 if TYPE_CHECKING:
     from ..planner.explanations.explanation import Explanation

@@ -11,7 +11,7 @@ from ..system.errors import BadInput
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
 from .shared.parameters import As, Range
-from .shared.say import say
+from .shared.say import byte_progress, say, token_progress
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
@@ -32,7 +32,6 @@ def index_files(
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..recipes.commented import to_toml
-    from .shared.say import byte_progress
 
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -151,7 +150,6 @@ def tokenize(
     from ..data.text.text_and_jsonl import check_inputs
     from ..data.text.tokenize_files import tokenize as make_token_file
     from ..data.text.tokenizer_loading import load_tokenizer
-    from .shared.say import token_progress
 
     if show and not (chat or chat_template or template_set):
         raise BadInput("tokenize", "--show", expected="--chat with it", found=show)

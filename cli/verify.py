@@ -7,7 +7,7 @@ from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place
-from .shared.say import say
+from .shared.say import byte_progress, say
 
 
 def verify(
@@ -54,7 +54,6 @@ def verify(
     from ..checkpoints.verify import verify_weights
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
-    from .shared.say import byte_progress
 
     weights = read_source(source, config=config, names=names, compare=False)
     for warning in weights.warnings:
@@ -82,7 +81,6 @@ def verify_tokens(source: str) -> None:
     from ..data.token_file import TokenFile
     from ..data.token_index import TokenPaths
     from ..system.addresses import as_url
-    from .shared.say import byte_progress
 
     name = TokenPaths.of(source).name
     file = TokenFile.open(name)

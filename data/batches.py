@@ -4,8 +4,6 @@ The only position is the step. Everything else follows from (seed, step) and the
 micro-batches are made one by one, ahead in a thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -25,7 +23,6 @@ from .prefetch import Prefetch
 from .rows import Documents, Overlong, Samples, rows_of
 from .shuffle import ids_at, permute, piece_of, positions_in, positions_of
 from .token_file import TokenFile
-from .token_index import TokenPaths
 
 #: Rows whose labels are counted at once: a bound of memory.
 _COUNTED_AT_ONCE = 2**16
@@ -42,17 +39,11 @@ class Mixture:
         self.files = [file for file, _ in parts]
         self.interleave = Interleave([weight for _, weight in parts])
         for file in self.files[1:]:
-            if file.index.tokenizer_fingerprint != self.files[0].index.tokenizer_fingerprint:
-                expected = f"{self.files[0].index.tokenizer_fingerprint}, as of {self.files[0].path}"
+            key, first, fingerprint = "tokenizer_fingerprint", self.files[0], file.index.tokenizer_fingerprint
+            if fingerprint != first.index.tokenizer_fingerprint:
+                expected = f"{first.index.tokenizer_fingerprint}, as of {first.path}"
                 todo = "Tokenize all files of a mixture with one tokenizer"
-                actual = file.index.tokenizer_fingerprint
-                raise BadInput(
-                    TokenPaths.named(file.path).index,
-                    "tokenizer_fingerprint",
-                    expected=expected,
-                    found=actual,
-                    todo=todo,
-                )
+                raise BadInput(file.paths.index, key, expected=expected, found=fingerprint, todo=todo)
 
     @property
     def vocab_size(self) -> int:

@@ -131,13 +131,12 @@ def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where
     if ids.max() >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
         id = int(ids[first])
-        raise BadInput(
-            where,
-            f"token {at + first}",
-            expected=f"0 to {vocab_size - 1}, the tokenizer's ids",
-            found=id - 2**32 if id >= 2**31 else id,  # Megatron's ids have a sign
-            todo="Name the tokenizer that made the file",
+        id -= 2**32 if id >= 2**31 else 0  # Megatron's ids have a sign
+        expected, todo = (
+            f"0 to {vocab_size - 1}, the tokenizer's ids",
+            "Name the tokenizer that made the file",
         )
+        raise BadInput(where, f"token {at + first}", expected=expected, found=id, todo=todo)
 
 
 def _target(tokens: Path, link: Path) -> str:

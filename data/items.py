@@ -1,7 +1,5 @@
 """Make batches of a user's data sets: a length, and an item by its number, which is a dict of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,13 +58,12 @@ class ItemBatches(SampleOrder):
         ]
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.first}
 
+    def _place(self, source: int, number: int) -> str:
+        return f"{self._key}{f'[{source}]' if len(self._sources) > 1 else ''}: item {number}"
+
     def _item(self, source: int, number: int) -> dict[str, Tensor]:
         """Return an item; ``BadInput`` for what is not a dict of tensors."""
-        where = (
-            f"{self._key}: item {number}"
-            if len(self._sources) == 1
-            else (f"{self._key}[{source}]: item {number}")
-        )
+        where = self._place(source, number)
         sample = _call(lambda: self._sources[source][number], where, "an item")
         expected = "a dict of tensors by name"
         if not isinstance(sample, Mapping) or not sample:
@@ -84,9 +81,8 @@ class ItemBatches(SampleOrder):
         """Return an item that is like the first one."""
         if (form := _form(sample)) != (like := _form(self.first)):
             differs = next(name for name in {**like, **form} if form.get(name) != like.get(name))
-            place = f"{self._key}[{source}]" if len(self._sources) > 1 else self._key
             raise BadInput(
-                "recipe", f"{place}: item {number}",
+                "recipe", self._place(source, number),
                 expected=f"{differs}: {like.get(differs, 'absent')}, as in the first item",
                 found=form.get(differs, "none"), todo="Pad items to one length, or cut them",
             )  # fmt: skip

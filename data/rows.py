@@ -9,7 +9,6 @@ from ..layers import IGNORE
 from ..parallel_state import BadInput
 from .packing import one_a_row, pack
 from .token_file import TokenFile
-from .token_index import TokenPaths
 
 Ids = NDArray[np.int64]
 
@@ -66,10 +65,7 @@ class WindowRows:
         if len(self) == 0:
             expected = f"at least {length + 1}, one sequence of {length} and its last label"
             todo = "Add text or shorten sequence_length"
-            actual = len(file.tokens)
-            raise BadInput(
-                TokenPaths.named(file.path).tokens, "tokens", expected=expected, found=actual, todo=todo
-            )
+            raise BadInput(file.paths.tokens, "tokens", expected=expected, found=len(file.tokens), todo=todo)
 
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
@@ -112,19 +108,14 @@ class SampleRows:
             expected = f"at most {length + 1} tokens each, for sequence_length={length}"
             todo = 'Raise sequence_length, or set data.overlong to "truncate" or "drop"'
             actual = f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}"
-            raise BadInput(
-                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
-            )
+            raise BadInput(file.paths.tokens, "samples", expected=expected, found=actual, todo=todo)
         if long.any():
             self.fingerprint += f", {overlong} at {length}"
         keep = np.flatnonzero(~long & (places > 0) if overlong == "drop" else places > 0)
         if not keep.size:
             expected = f"some samples of 2 to {length + 1} tokens"
             todo = "Raise sequence_length"
-            actual = "none"
-            raise BadInput(
-                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
-            )
+            raise BadInput(file.paths.tokens, "samples", expected=expected, found="none", todo=todo)
         self._places = np.minimum(places, length)
         if packed:
             rows = pack(self._places[keep], length)

@@ -87,16 +87,9 @@ class TokenFile:
         tokens = self._checked_tokens.read(begin, end)
         if tokens.size and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
-            expected = f"below {self.vocab_size}"
+            place, expected = f"token {begin + at}", f"below {self.vocab_size}"
             todo = "The file was changed after it was made: tokenize again"
-            actual = tokens[at]
-            raise BadInput(
-                TokenPaths.named(self.path).tokens,
-                f"token {begin + at}",
-                expected=expected,
-                found=actual,
-                todo=todo,
-            )
+            raise BadInput(self.paths.tokens, place, expected=expected, found=tokens[at], todo=todo)
         return tokens
 
     def learnt(self, begin: int, end: int) -> NDArray[np.uint8]:
@@ -106,12 +99,13 @@ class TokenFile:
         assert self._checked_targets is not None
         targets = self._checked_targets.read(begin, end)
         if targets.size and targets.max() > 1:
-            at = begin + int(np.argmax(targets > 1))
-            target = self._checked_targets.items[at]
-            raise BadInput(
-                TokenPaths.named(self.path).targets, f"token {at}", expected="0 or 1", found=target
-            )
+            at = int(np.argmax(targets > 1))
+            raise BadInput(self.paths.targets, f"token {begin + at}", expected="0 or 1", found=targets[at])
         return targets
+
+    @property
+    def paths(self) -> TokenPaths:
+        return TokenPaths.named(self.path)
 
     @property
     def vocab_size(self) -> int:
@@ -131,7 +125,7 @@ class TokenFile:
 
         ``progress`` is called with the number of bytes read since its last call.
         """
-        paths = TokenPaths.named(self.path)
+        paths = self.paths
         _compare_hash(paths.tokens, self._all(self.ids, progress), self.index.sha256)
         if self.index.targets is not None:
             count = 0

@@ -132,8 +132,7 @@ def read_index(path: Path) -> TokenIndex:
     content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
     if type(version) is not int or version != VERSION:
-        todo = "Tokenize again"
-        raise BadInput(path, "version", expected=VERSION, found=shown(version), todo=todo)
+        raise BadInput(path, "version", expected=VERSION, found=shown(version), todo="Tokenize again")
     try:
         index = TokenIndex.model_validate(content)
     except ValidationError as error:

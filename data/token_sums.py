@@ -72,14 +72,8 @@ class CheckedFile:
         if checksum != self._sums[block]:
             expected = f"the CRC-32 {int(self._sums[block]):08x} that they were written with"
             todo = "The file was changed after it was made: copy it again, or tokenize again"
-            actual = f"{checksum:08x}"
-            raise BadInput(
-                self.path,
-                f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}",
-                expected=expected,
-                found=actual,
-                todo=todo,
-            )
+            place = f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}"
+            raise BadInput(self.path, place, expected=expected, found=f"{checksum:08x}", todo=todo)
         self._checked[block] = True
 
 

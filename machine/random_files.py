@@ -1,9 +1,14 @@
-"""Write Hugging Face folders of any size, with no model in memory, and token files, with random content."""
+"""Make models and files to measure with: small Llamas, Hugging Face folders of any size, token files.
+
+No model is in memory for a folder; all content is random.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +23,9 @@ from ..data.token_writer import TokenWriter
 from ..models import family_of
 from ..parallel_state import Box
 from ..storage.dtypes import TORCH
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @cache
@@ -60,3 +68,26 @@ def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: 
         writer.add(np.random.default_rng(seed).integers(0, vocab_size, count))
         writer.commit()
     return name
+
+
+def llama(
+    width: int, layers: int, *, ids: int, heads: int = 8, groups: int = 4, length: int = 512, **other: Any
+) -> dict[str, Any]:
+    """Return a config of Llama's proportions: ``ids`` in the vocabulary, ``groups`` of key/value heads."""
+    return {
+        "model_type": "llama",
+        "vocab_size": ids,
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": length,
+        **other,
+    }
+
+
+def built(config: dict[str, Any], **options: Any) -> CausalLM:
+    """Build a model; ``options`` are those of its family's ``build``."""
+    family = family_of(config)
+    return family.build(family.from_hf(config), **options)

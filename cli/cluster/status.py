@@ -39,9 +39,9 @@ def status(
         trilith status run --why
     """
     check_there(run, "a run's folder")
+    from ...runs.events import outcome
     from ...runs.flight_recorder import read_records_of, who_waits
     from ...runs.heartbeat import status_folder
-    from ...runs.outcome import outcome
 
     last_start = outcome(run, since=since)
     say(last_start.text)

@@ -12,7 +12,7 @@ from ...checkpoints import Source
 from ...recipes.commented import commented_recipe
 from ...recipes.recipe import Recipe
 from ...recipes.section import sections_of
-from ...runs.events import read_events
+from ...runs.events import last_recipe
 from ...storage.safe_open import read_small
 
 #: A run's file with its recipes, and a folder's card.
@@ -58,8 +58,7 @@ def _recipe_of(checkpoint: Path) -> dict[str, Any]:
     """Return the last recipe of the run that a checkpoint lies in; empty if it lies in none."""
     for folder in (checkpoint, *checkpoint.absolute().parents[:2]):
         if (folder / _EVENTS).is_file():
-            recipes = [event["recipe"] for event in read_events(folder / _EVENTS) if "recipe" in event]
-            return dict(recipes[-1]) if recipes and isinstance(recipes[-1], dict) else {}
+            return last_recipe(folder / _EVENTS)
     return {}
 
 

@@ -39,8 +39,7 @@ def _single(results: Sequence[Found | Unmet]) -> Found | None:
 def print_head(requests: Sequence[Request], json: bool) -> None:
     """Print what is planned, before a search or several."""
     if not json:
-        console = plain_console(soft_wrap=True)
-        console.print(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
+        say(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
 
 
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
@@ -55,25 +54,23 @@ def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
 
 
 def _print_one(search: Found) -> None:
-    console = plain_console(soft_wrap=True)
     _table(HEAD, rows(search), left=1)
     for line in reasons(search):
-        console.print(line)
+        say(line)
     for word, line in facts(search):
-        console.print(f"{word:<14} {line}")
-    console.print(f"\nRuled out: {searched(search)}")
+        say(f"{word:<14} {line}")
+    say(f"\nRuled out: {searched(search)}")
     for kind, reason, layouts, example in left_out(search):
-        console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
+        say(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
 
 
 def _print_several(results: Sequence[Found | Unmet]) -> None:
-    console = plain_console(soft_wrap=True)
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
-        console.print(f"warning        {line}")
+        say(f"warning        {line}")
     for outcome in results:
         if isinstance(outcome, Unmet):
-            console.print(f"none           {counted(outcome.request.gpus, 'GPU')}: {outcome.error}")
+            say(f"none           {counted(outcome.request.gpus, 'GPU')}: {outcome.error}")
 
 
 def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:

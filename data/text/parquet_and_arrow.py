@@ -26,9 +26,8 @@ def need(package: str, path: Path) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        expected = f"the {package} package to read it"
         todo = f"Install the extra data of trilith, or: pip install {package}"
-        raise BadInput(path, expected=expected, found="none", todo=todo) from error
+        raise BadInput(path, expected=f"the {package} package to read it", found="none", todo=todo) from error
 
 
 def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]:
@@ -88,9 +87,8 @@ def dataset_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a data set's folder, in their order; ``BadInput`` for any other folder."""
     if (folder / "dataset_dict.json").is_file():
         names = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        expected = "one data set"
         todo = f"Name one, such as {folder / names[0]}" if names else ""
-        raise BadInput(folder, expected=expected, found=f"several: {', '.join(names)}", todo=todo)
+        raise BadInput(folder, expected="one data set", found=f"several: {', '.join(names)}", todo=todo)
     if not (folder / "state.json").is_file():
         expected = "a regular file, or a folder written by datasets' save_to_disk"
         todo = "Name the files in it"

@@ -263,8 +263,7 @@ def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) 
             raise BadInput("--chat", expected=expected, found=option)
         return None
     if bos and loaded.bos_id is None:
-        expected = "a begin of sequence token"
-        raise BadInput(where, "bos", expected=expected, found="none", todo="Use --no-bos")
+        raise BadInput(where, "bos", expected="a begin of sequence token", found="none", todo="Use --no-bos")
     return loaded.bos_id if bos or (bos is None and loaded.starts_with_bos) else None
 
 

@@ -10,7 +10,7 @@ from ...models import published_size
 from ...planner.dry_run import heaviest, plan_without_weights
 from ...recipes.recipe import parse_recipe
 from ...system import counted
-from ..llama import llama
+from ..random_files import llama
 from .conversion import conversion_speed
 from .layouts import compare_layout
 from .links import collective_speed

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...parallel_state import Layout, ParallelState, engine, initialize
 from ...planner.time.measured import FIGURE_NAMES
 from ...training import Precision, shard_over_data
-from ..llama import built, llama
+from ..random_files import built, llama
 from .row import Figures
 from .timing import seconds_of
 

@@ -16,7 +16,7 @@ from ...parallel_state import ParallelState, initialize
 from ...simulation.micro_batch import MicroBatch
 from ...simulation.pieces import ModelPieces
 from ...simulation.trace import Trace
-from ..llama import built, llama
+from ..random_files import built, llama
 from .timing import seconds_of
 
 if TYPE_CHECKING:

@@ -27,15 +27,9 @@ _MEANINGLESS = {
     *("save_safetensors", "save_only_model", "_n_gpu"),
 }
 _SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse_sqrt",
-    "cosine_with_min_lr": "cosine",
-    "cosine_warmup_with_min_lr": "cosine",
-    "polynomial": "linear",
-    "warmup_stable_decay": "wsd",
+    **{name: name for name in ("linear", "cosine", "constant", "inverse_sqrt")},
+    **{"constant_with_warmup": "constant", "polynomial": "linear", "warmup_stable_decay": "wsd"},
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
 }
 #: Why keys of a section are left, where there is a better reason.
 _KNOWN = {

@@ -97,11 +97,8 @@ def _virtual(config: ForeignConfig, draft: RecipeDraft, pipeline: int) -> None:
 
 #: Our name of each of Megatron's shapes.
 _SCHEDULES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
+    **{name: name for name in ("constant", "linear", "cosine")},
+    **{"inverse-square-root": "inverse_sqrt", "WSD": "wsd"},
 }
 _DECAY_SHAPES = {"minus_sqrt": "1-sqrt", "exponential": "1-sqrt"}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ...storage.staging import output_file
 from ...system import counted
 from ..events import flat_recipe
 from .chart import Chart, Series, shown
-from .html import folded, table, whole_page
+from .html import folded, is_page_with, table, whole_page
 from .record import RunRecord, read_run, with_vanished
 
 #: Key of a metrics line, title, unit, factor from the file's unit to the chart's.
@@ -31,6 +32,7 @@ COLUMNS = (
 UNITS = {"memory": "memory (GiB)"}
 #: By which a report is known as one.
 _MARK = '<meta name="generator" content="trilith report">'
+_is_report = partial(is_page_with, _MARK)
 #: Rows of a run's table of steps; of a longer run every n-th.
 _MOST_ROWS = 1000
 
@@ -46,10 +48,6 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
     page = make_report([read_run(folder) for folder in folders])
     with output_file(out, ours=_is_report, force=force, parents=True) as path:
         path.write_text(page, encoding="utf-8")
-
-
-def _is_report(seen: bytes) -> bool:
-    return seen.startswith(b"<!DOCTYPE html>") and _MARK.encode() in seen
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:

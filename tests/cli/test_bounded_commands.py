@@ -13,7 +13,7 @@ from support.folders import contents
 from trilith.checkpoints import ConversionOptions
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared import quickstart
-from trilith.cli.shared.sizes import LARGEST, parse_size
+from trilith.cli.shared.options import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers

@@ -179,7 +179,7 @@ def test_neighbours_are_those_with_whom_a_schedule_exchanges_tensors(name):
 def meet(layouts):
     for layout in layouts:
         state = ParallelState.start(layout)
-        greet(neighbours(state), state.pipeline_group, torch.device("cpu"))
+        greet(neighbours(state), state.pipeline.group, torch.device("cpu"))
 
 
 def test_ranks_in_a_line_and_in_a_circle_meet():

@@ -14,11 +14,10 @@ import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.runs import heartbeat
-from trilith.runs.events import Events
+from trilith.runs.events import Events, outcome
 from trilith.runs.guard import blame, blame_together
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
 from trilith.runs.launch import OwnRanks
-from trilith.runs.outcome import outcome
 from trilith.runs.requests import PREEMPTED
 from trilith.system.process_info import adopting_orphans, children_of, start_of
 

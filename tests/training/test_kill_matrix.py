@@ -27,8 +27,7 @@ from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import fault
-from trilith.runs.events import read_events
-from trilith.runs.outcome import outcome
+from trilith.runs.events import outcome, read_events
 from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_fresh
 from trilith.training import Trainer
