@@ -72,7 +72,7 @@ _DOORS = (
 def __getattr__(name: str) -> Any:
     for room in _DOORS if name in __all__ else ():
         door = import_module(f".{room}", __name__)
-        if name in door.__all__:
+        if hasattr(door, name):
             return getattr(door, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

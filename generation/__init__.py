@@ -4,10 +4,5 @@ Offers ``generate``, which continues lists of token ids in any layout, and ``Sam
 chosen.
 """
 
-from .generate import generate
-from .sampling import Sampling
-
-__all__ = [
-    "Sampling",
-    "generate",
-]
+from .generate import generate as generate
+from .sampling import Sampling as Sampling

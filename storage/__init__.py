@@ -5,14 +5,8 @@ stream. Import by file: folders that appear whole or not at all (``staging.py``)
 JSON. ``torch_archive/`` reads files of ``torch.save`` and refuses hostile pickles.
 """
 
-from .files_beside_weights import DECIDE_IDS, VOCABULARIES, companions_in
-from .safetensors_reader import TensorFile
-from .safetensors_writer import TensorWriter
-
-__all__ = [
-    "DECIDE_IDS",
-    "TensorFile",
-    "TensorWriter",
-    "VOCABULARIES",
-    "companions_in",
-]
+from .files_beside_weights import DECIDE_IDS as DECIDE_IDS
+from .files_beside_weights import VOCABULARIES as VOCABULARIES
+from .files_beside_weights import companions_in as companions_in
+from .safetensors_reader import TensorFile as TensorFile
+from .safetensors_writer import TensorWriter as TensorWriter

@@ -568,7 +568,7 @@ def test_every_folder_with_a_door_is_a_room():
 def test_the_root_offers_what_doors_offer():
     for name in trilith.__all__:
         offered = getattr(trilith, name)
-        assert any(name in door.__all__ and getattr(door, name) is offered for door in doors())
+        assert any(getattr(door, name, None) is offered for door in doors())
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = trilith.nothing
     assert dir(trilith) == trilith.__all__

@@ -1,7 +1,7 @@
 """Multiply each group of rows with a matrix of its own: the product that experts consist of."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +34,7 @@ class GroupSizes(Sequence[int]):
     def __len__(self) -> int:
         return len(self.ends_E)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self.sizes[index]
 
 

@@ -9,11 +9,13 @@ R runs  L tokens of a run  K key heads  G value heads a key head  N chunks  T to
 E key dim  V value dim
 """
 
+from operator import matmul
+
 import torch
 from torch import Tensor
 
 from ..autocast import without_autocast
-from .decay import Decay, in_chunks
+from .decay import Decay, in_chunks, scan
 from .runs import Runs
 
 
@@ -62,21 +64,12 @@ def gated_delta_rule(
         first = q.new_zeros(rows, *written.shape[1:3], *written.shape[-2:])
     if runs.in_row > 1:
         first = runs.states_before(_through_run(through, written), first, _after)
-    before, last = _scan(through, written, first)
+    before, last = scan(matmul, through, written, first)  # (R, K, G, N, E, V)
     own = (q @ k.mT) * left.between
     y = (q * left.before.unsqueeze(-1)) @ before + own @ (new - taken @ before)
     y = y.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4)  # (R, L, K, G, V)
     outputs: Tensor = y.flatten(2, 3)
     return outputs, last
-
-
-def _scan(through: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk, (R, K, G, N, E, V), and that after the last one."""
-    before = []
-    for through_chunk, written_chunk in zip(through.unbind(3), written.unbind(3), strict=True):
-        before.append(state)
-        state = through_chunk @ state + written_chunk
-    return torch.stack(before, dim=3), state
 
 
 def _through_run(through: Tensor, written: Tensor) -> Tensor:
@@ -87,7 +80,7 @@ def _through_run(through: Tensor, written: Tensor) -> Tensor:
     start = torch.cat(
         (identity.expand_as(through[:, :, :, 0]), torch.zeros_like(written[:, :, :, 0])), dim=-1
     )
-    return _scan(through, both, start)[1]
+    return scan(matmul, through, both, start)[1]
 
 
 def _after(run: Tensor, state: Tensor) -> Tensor:

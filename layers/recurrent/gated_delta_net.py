@@ -28,7 +28,6 @@ from ..norm import RMSNorm
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
 from .delta_rule import gated_delta_rule
-from .recompute import recomputed
 from .runs import Runs
 
 
@@ -108,25 +107,9 @@ class GatedDeltaNet(DeclaredModule):
         q, k, v = self.conv((q, k, v), runs)
         inner = torch.promote_types(x_BSD.dtype, torch.float32)
         decay = -local(self.A_log).to(inner).exp() * F.softplus(a.to(inner) + local(self.dt_bias))
-        y_BSHV = self._rule(runs, q, k, v, decay, b.sigmoid())
+        q, k = (flat.unflatten(-1, (-1, self.key_dim)) for flat in (q, k))
+        v = v.unflatten(-1, (-1, self.value_dim))
+        y_BSHV = runs.recurrence(self, gated_delta_rule, q, k, v, decay, b.sigmoid())
         y_BSHV = self.norm(y_BSHV.to(x_BSD.dtype)) * F.silu(z.unflatten(-1, (-1, self.value_dim)))
         out: Tensor = self.out(y_BSHV.flatten(-2))
         return out
-
-    def _rule(self, runs: Runs, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Return the outputs of the rule, (B, S, H, V)."""
-        heads = (self.key_dim, self.key_dim, self.value_dim)
-        q, k, v = (
-            runs.cut(tensor.unflatten(-1, (-1, width)))
-            for tensor, width in zip((q, k, v), heads, strict=True)
-        )
-        decay, beta = runs.cut(decay), runs.cut(beta)
-        if runs.cache is not None:
-            y, last = gated_delta_rule(q, k, v, decay, beta, runs, runs.recall(self))
-            runs.remember(self, last)
-            return y
-
-        def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-            return gated_delta_rule(q, k, v, decay, beta, runs)[0]
-
-        return runs.join(recomputed(rule, q, k, v, decay, beta))

@@ -4,6 +4,7 @@ B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim 
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
-from .recompute import recomputed
 from .runs import Runs
 from .state_space import state_space
 
@@ -116,22 +116,10 @@ class Mamba2(DeclaredModule):
         decay = -local(self.A_log).to(inner).exp() * dt
         x_BSHP = x.unflatten(-1, (-1, self.head_dim))
         b_BSGN, c_BSGN = (flat.unflatten(-1, (-1, self.state_dim)) for flat in (b, c))
-        y_BSHP = self._states(runs, x_BSHP * dt.unsqueeze(-1), decay, b_BSGN, c_BSGN)
+        rule = partial(state_space, groups=self.groups)
+        y_BSHP = runs.recurrence(self, rule, x_BSHP * dt.unsqueeze(-1), decay, b_BSGN, c_BSGN)
         y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
         y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
         y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
         out: Tensor = self.out(y_BSHP.flatten(-2))
         return out
-
-    def _states(self, runs: Runs, x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """Return the outputs of the state space, (B, S, H, P)."""
-        x, decay, b, c = (runs.cut(tensor) for tensor in (x, decay, b, c))
-        if runs.cache is not None:
-            y, last = state_space(x, decay, b, c, runs, runs.recall(self), groups=self.groups)
-            runs.remember(self, last)
-            return y
-
-        def space(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-            return state_space(x, decay, b, c, runs, groups=self.groups)[0]
-
-        return runs.join(recomputed(space, x, decay, b, c))

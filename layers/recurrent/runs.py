@@ -20,6 +20,7 @@ from ...parallel_state import ParallelState, engine
 from ..attention.inputs import AttentionInputs
 from ..collectives import pair
 from ..context_chunks import own_chunks
+from .recompute import recomputed
 
 
 class Runs:
@@ -68,6 +69,21 @@ class Runs:
         for chunk_map in all_maps[:late]:
             states.append(after(chunk_map, states[-1]))
         return torch.stack((states[early], states[late]), dim=1).flatten(0, 1)
+
+    def recurrence(
+        self, module: nn.Module, rule: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
+    ) -> Tensor:
+        """Return the outputs (B, S, ...) of ``rule(*inputs, runs, first)``, which backward computes again.
+
+        The ``inputs`` are (B, S, ...), those of the rule (R, L, ...). It returns outputs, and the state after
+        each run, which is kept for ``module`` if there is a cache.
+        """
+        inputs = tuple(self.cut(x) for x in inputs)
+        if self.cache is None:
+            return self.join(recomputed(lambda *here: rule(*here, self)[0], *inputs))
+        y, last = rule(*inputs, self, self.recall(module))
+        self.remember(module, last)
+        return y
 
     def recall(self, module: nn.Module) -> Tensor | None:
         """Return the state that ``module`` stored for the cached tokens, or ``None`` if there are none."""

@@ -8,13 +8,15 @@ R runs  L tokens of a run  H heads here  G groups of heads here  N chunks  T tok
 S state dim
 """
 
+from operator import mul
+
 import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState
 from ..autocast import without_autocast
 from ..head_groups import HeadGroups
-from .decay import Decay, in_chunks
+from .decay import Decay, in_chunks, scan
 from .runs import Runs
 
 
@@ -54,21 +56,12 @@ def state_space(
     if runs.in_row > 1:
         nothing = torch.zeros_like(written[:, :, 0])
         whole = torch.cat(
-            (_scan(through, written, nothing)[1], through.prod(2).expand_as(nothing[:, :, :1])), 2
+            (scan(mul, through, written, nothing)[1], through.prod(2).expand_as(nothing[:, :, :1])), 2
         )
         first = runs.states_before(whole, first, _after)
-    before, last = _scan(through, written, first)
+    before, last = scan(mul, through, written, first)  # (R, H, N, S, P)
     y = (pairs * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
     return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last
-
-
-def _scan(through: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk, (R, H, N, S, P), and that after the last one."""
-    before = []
-    for through_chunk, written_chunk in zip(through.unbind(2), written.unbind(2), strict=True):
-        before.append(state)
-        state = through_chunk * state + written_chunk
-    return torch.stack(before, dim=2), state
 
 
 def _after(run: Tensor, state: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 from .hugging_face_names import Rule
 
@@ -55,11 +55,7 @@ class Names(Sequence[Rule]):
             *_rules(self.last, "", ""),
         )
 
-    @overload
-    def __getitem__(self, place: int) -> Rule: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Rule]: ...
-    def __getitem__(self, place: int | slice) -> Rule | Sequence[Rule]:
+    def __getitem__(self, place: Any) -> Any:
         return self.rules[place]
 
     def __len__(self) -> int:

@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...layers import Experts, ParallelLinear, attach_expert_lora, attach_lora, linears
+from ...layers import Experts, attach_expert_lora, attach_lora, linears
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family, making
-from ..base.hugging_face_names import Link
+from ..base.hugging_face_names import Link, shapes_of
 from .config import LoraConfig
 from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites
 
@@ -53,30 +54,17 @@ class AdaptedFamily(Family):
         with making(dtype, device):
             for site in self.sites(config):
                 if site.layer in here:
-                    self._attach(here[site.layer], site)
+                    own, outputs = self._options(site), site.outputs or None
+                    attach_lora(here[site.layer], dropout=self.lora.lora_dropout, outputs=outputs, **own)
             for stack in self.stacks(config):
                 if isinstance(experts := modules.get(stack.layer), Experts):
-                    self._attach_to_experts(experts, stack)
+                    names = [output for output, _, _ in stack.outputs]
+                    attach_expert_lora(experts, names, **self._options(stack))
         return model
 
-    def _attach_to_experts(self, experts: Experts, site: ExpertSite) -> None:
-        attach_expert_lora(
-            experts,
-            [output for output, _, _ in site.outputs],
-            r=self.lora.rank_of(site.name),
-            alpha=self.lora.alpha_of(site.name),
-            rslora=self.lora.use_rslora,
-        )
-
-    def _attach(self, layer: ParallelLinear, site: Site) -> None:
-        attach_lora(
-            layer,
-            r=self.lora.rank_of(site.name),
-            alpha=self.lora.alpha_of(site.name),
-            dropout=self.lora.lora_dropout,
-            rslora=self.lora.use_rslora,
-            outputs=site.outputs or None,
-        )
+    def _options(self, site: Site | ExpertSite) -> dict[str, Any]:
+        rank, alpha = self.lora.rank_of(site.name), self.lora.alpha_of(site.name)
+        return {"r": rank, "alpha": alpha, "rslora": self.lora.use_rslora}
 
     def declared(self, model: nn.Module) -> dict[str, Declaration]:
         """Return the declarations of the adapters."""
@@ -87,10 +75,7 @@ class AdaptedFamily(Family):
         """Return the links of the adapters, and the shapes of PEFT's tensors."""
         sites: list[Site | ExpertSite] = [*self.sites(config), *self.stacks(config)]
         links = [link for site in sites for link in site.links(self.lora.rank_of(site.name))]
-        shapes: dict[str, tuple[int, ...]] = {}
-        for link in links:
-            shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0, 0)), link.hf_box.stop))
-        return links, shapes
+        return links, shapes_of(links)
 
     def links_of_all(self, config: ModelConfig) -> Sequence[Link]:
         """Return the links of base and adapters."""
