@@ -1,6 +1,7 @@
 """docs/models.md has a row for every family, and what tests measured in it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,8 +61,10 @@ def test_a_layout_counts_to_each_of_its_axes():
 @pytest.mark.slow
 def test_tests_of_families_write_what_they_measure(tmp_path):
     """Only a test that passed counts."""
-    (tmp_path / "conftest.py").write_text((PAGE.parent.parent / "tests" / "conftest.py").read_text())
+    tests = PAGE.parent.parent / "tests"
+    (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "--measured", "measured.json", "test_it.py"]
-    assert subprocess.run(command, cwd=tmp_path, timeout=100, capture_output=True).returncode == 1
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tests)}, "timeout": 100}
+    assert subprocess.run(command, capture_output=True, **how).returncode == 1
     assert json.loads((tmp_path / "measured.json").read_text()) == {"measured": [["llama", ["tensor"], 0.5]]}
