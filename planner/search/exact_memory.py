@@ -35,7 +35,7 @@ def largest_holders(record: StepRecord) -> Rows:
     for holder in record.holders:
         module = re.sub(r"\.\d+(?=\.|$)", ".*", holder.module)
         sizes[holder.kind, module, holder.phase, holder.operator.removeprefix("aten::")] += holder.bytes
-    rows = [(*key, f"{size / scale:,.2f}") for key, size in sizes.most_common(_MOST)]
+    rows: list[tuple[str, ...]] = [(*key, f"{size / scale:,.2f}") for key, size in sizes.most_common(_MOST)]
     return ("kind", "module", "made in", "by", unit), rows
 
 
