@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -78,8 +78,11 @@ def _probed(cfg: AdoptedConfig) -> Probed:
 
 
 def path_of_blocks(model: nn.Module, count: int) -> str:
-    """Return the path of the first list of as many modules with parameters as the config states blocks."""
-    for path, module in model.named_modules():
+    """Return the path of the first list of as many modules with parameters as the config states blocks, in
+    what transformers calls the decoder, or anywhere.
+    """
+    inside = {*cast(Any, model).get_decoder().modules()}
+    for path, module in sorted(model.named_modules(), key=lambda named: named[1] not in inside):
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
             return str(path)
@@ -165,7 +168,8 @@ def _watch(made: OnMeta, blocks: str) -> _Calls:
     with (
         torch.device("meta"),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-    ):  # it reads places, which have no values here
+        patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
+    ):  # they read places and masks, which have no values here
         logits = model(input_ids=tokens, use_cache=False).logits
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         read = torch.autograd.grad(logits.float().sum(), [*trained.values()], allow_unused=True)

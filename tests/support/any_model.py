@@ -141,6 +141,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "mamba_headdim": 16,
     },
+    "prophetnet": {"pad_token_id": 0},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "xglm": {"pad_token_id": 0, "ffn_dim": 96},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
 }
@@ -159,6 +161,8 @@ def tiny_of(base: Any) -> dict[str, Any]:
     for key in base.sub_configs:
         if (part := getattr(base, key, None)) is not None:
             raw[key] = tiny_of(part) | {"model_type": part.model_type} | SPECIAL.get(part.model_type, {})
+            if "pad_token_id" in raw[key]:
+                raw[key]["pad_token_id"] = 0
     for key, value in stated.items():
         if isinstance(value, float) and value not in (float("inf"), float("-inf")):
             if any(word in key for word in _OFF):
