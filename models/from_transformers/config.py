@@ -134,6 +134,12 @@ class AdoptedConfig(ModelConfig):
         return int(getattr(text_of(self.in_transformers()), "num_experts_per_tok", None) or 1)
 
     @property
+    def drops(self) -> bool:
+        """Tell whether some share of numbers may be dropped in training."""
+        stated = from_json(self.raw).items()
+        return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
+
+    @property
     def head_is_last(self) -> bool:
         """Tell no: transformers' code may change the logits."""
         return False

@@ -27,7 +27,7 @@ from .layers import (
 from .meta import OnMeta
 from .probe import Probed
 from .proved import better_plans
-from .sequence import enter_and_leave, regions_of, without_sequence
+from .sequence import drop_parts_apart, enter_and_leave, regions_of, without_sequence
 
 #: Of transformers' tensors that we hold in pieces: our names, in order, and the dim along which they lie.
 Fused = dict[str, tuple[tuple[str, ...], int]]
@@ -169,6 +169,9 @@ def cut_modules(
         _cut_module(cutter, plan, path, module)
     for region in regions:
         enter_and_leave(model.get_submodule(region), cfg.hidden_size, here)
+    if here.tensor_size > 1 and cfg.drops:
+        for module in inner:
+            drop_parts_apart(module, here)
     present = dict(model.named_parameters())
     for name in shown.idle:  # stays as files have it
         for part in cutter.fused.get(name, ((name,), 0))[0]:

@@ -72,12 +72,14 @@ class GatheredColumn(ColumnParallelLinear):
         return gather_from_tensor(cast(Tensor, super().forward(x)), self.state)
 
 
+def gives_parts(module: nn.Module) -> bool:
+    """Tell whether a rank has only a part of what a linear makes."""
+    return isinstance(module, ColumnParallelLinear) and not isinstance(module, GatheredColumn)
+
+
 def has_part_of_outputs(module: nn.Module) -> bool:
     """Tell whether a rank has only a part of what some linear of the module makes: in attention, of heads."""
-    return any(
-        isinstance(part, ColumnParallelLinear) and not isinstance(part, GatheredColumn)
-        for part in module.modules()
-    )
+    return any(map(gives_parts, module.modules()))
 
 
 class PackedColumn(ColumnParallelLinear):

@@ -154,6 +154,31 @@ def test_tensor_ranks_drop_the_same_of_what_they_all_have(kind, changes, same):
     assert (seen.losses == pytest.approx(alone.losses, rel=1e-9)) == same
 
 
+def masks_between_cut_linears(raw, layout):
+    """Return which numbers one rank drops in a feed-forward of its own features, and what it draws next."""
+    from transformers.models.arcee.modeling_arcee import ArceeMLP
+
+    def forward(module, x):
+        kept = torch.nn.functional.dropout(module.up_proj(x), 0.5, module.training)
+        masks.append(kept.detach() == 0)
+        return module.down_proj(module.act_fn(kept))
+
+    masks, state = [], ParallelState.start(layout)
+    with InFp64(), torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArceeMLP, "forward", forward)
+        model, step = stepped(raw, state)
+        torch.manual_seed(5)
+        observed(model.train(), step, state, 1)
+        return masks[0], float(torch.rand(()))
+
+
+def test_tensor_ranks_drop_others_of_the_features_that_each_has_alone():
+    raw = tiny("arcee", num_hidden_layers=2, attention_dropout=0.2)
+    ranks = run_parallel(masks_between_cut_linears, 2, raw, Layout.of(tensor=2))
+    (mask, after), (other, after_other) = ranks
+    assert after == after_other and 0.4 < float((mask == other).double().mean()) < 0.6
+
+
 def train_or_fail(raw, layouts):
     """Train, but fail on one rank of a pipeline, where the other waits for it."""
     if "pipeline" in layouts:
