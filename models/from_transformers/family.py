@@ -103,11 +103,8 @@ def adopted_types() -> dict[str, str]:
     """
     from transformers.models.auto import modeling_auto as auto
 
-    named, parts = (
-        dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-    named |= {kind: parts[kind] for kind in named.keys() & parts.keys()}
+    wholes = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    named = {kind: wholes.get(kind, name) for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
 
 

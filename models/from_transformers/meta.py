@@ -36,9 +36,8 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
     try:
         with quiet(), torch.device("meta"):
             model = auto_class(kind).from_config(config, dtype=dtype, attn_implementation=attention)
-        text_of(
-            model.config
-        )._experts_implementation = experts  # after the model has checked it: most have none
+        # After the model has checked it: most have none.
+        text_of(model.config)._experts_implementation = experts
         made = OnMeta(model)
         with quiet(), torch.device("cpu"), torch.no_grad():
             _initialize(made, kind)
@@ -54,13 +53,9 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
 def auto_class(kind: str) -> Any:
     """Return what makes the model of a config: of one of several parts the whole, not its text part alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
 
-    return (
-        AutoModelForImageTextToText
-        if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        else AutoModelForCausalLM
-    )
+    return AutoModelForImageTextToText if kind in WHOLES else AutoModelForCausalLM
 
 
 def _initialize(made: OnMeta, kind: str) -> None:

@@ -232,10 +232,24 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
         assert "\n" not in str(refusal.value)
 
 
-def test_a_model_of_several_and_an_encoder_are_refused():
-    for kind, says in (("git", "several in one"), ("bert", "expected a decoder alone")):
-        with pytest.raises(BadInput, match=says):
+def test_an_encoder_is_refused_and_the_decoder_of_two_named():
+    for kind, says in (("bert", "Set is_decoder"), ("bart", "unset is_encoder_decoder to train its decoder")):
+        with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
+
+
+def test_what_logits_of_tokens_do_not_read_is_kept_and_not_trained():
+    """Stages but the first have none of it; the list of blocks is the decoder's, not the image encoder's."""
+    made = family("gemma3")
+    config = made.from_hf(tiny("gemma3"))
+    shown, model = probed(config), made.on_meta(config)
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert shown.blocks == "model.language_model.layers"
+    parts = {"model.vision_tower", "model.multi_modal_projector"}
+    assert {".".join(name.split(".")[:2]) for name in still} == parts
+    assert all(name in still for name, _ in model.named_parameters() if name.startswith(tuple(parts)))
+    _, last = made.stages_on_meta(config, Layout.of(pipeline=2))
+    assert not [name for name, _ in last.named_parameters() if "vision" in name]
 
 
 def test_first_values_follow_transformers_laws():
@@ -267,7 +281,7 @@ def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(tmp_p
         train(raw)
 
 
-@pytest.mark.parametrize("kind", ["arcee", "olmoe", "ernie4_5_moe", "glm"])
+@pytest.mark.parametrize("kind", ["gemma3", "olmoe", "ernie4_5_moe", "glm"])
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
     made = family(kind)
     config = made.from_hf(tiny(kind))

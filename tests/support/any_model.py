@@ -77,9 +77,10 @@ SMALL: dict[str, Any] = {
     "num_kv_shared_layers": 0, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
     "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8, "ple_embed_dim": 8,
     "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "num_decoder_layers": 4,
-    "num_decoder_attention_heads": 4, "max_target_positions": 64, "encoder_layers": 1, "num_encoder_layers": 1,
-    "encoder_ffn_dim": 96, "depth": 2, "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "num_heads": 4,
-    "vision_output_dim": 64, "num_global_layers": 1, "encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "max_target_positions": 64, "encoder_layers": 1,
+    "num_encoder_layers": 1, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "depth": 2,
+    "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "num_heads": 4, "vision_output_dim": 64,
+    "num_global_layers": 1,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
@@ -142,6 +143,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
     },
     "prophetnet": {"pad_token_id": 0},
+    "xmod": {"pad_token_id": 0, "default_language": "en_XX"},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "xglm": {"pad_token_id": 0, "ffn_dim": 96},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
