@@ -192,6 +192,8 @@ def train_or_fail(raw, layouts):
 def test_the_page_is_that_of_the_table():
     page = any_table.PAGE.read_text(encoding="utf-8")
     assert any_table.written(page, proved()) == page
+    readme = (any_table.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(offered().keys() - FAMILIES)} [more types](docs/any_model.md)" in readme
 
 
 def test_every_style_of_transformers_plans_has_a_row():
