@@ -80,7 +80,7 @@ SMALL: dict[str, Any] = {
     "num_decoder_attention_heads": 4, "max_target_positions": 64, "encoder_layers": 1,
     "num_encoder_layers": 1, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "depth": 2,
     "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "num_heads": 4, "vision_output_dim": 64,
-    "num_global_layers": 1,
+    "num_global_layers": 1, "projector_input_dim": 64, "projector_output_dim": 64,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
@@ -143,6 +143,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
     },
     "prophetnet": {"pad_token_id": 0},
+    "moshi": {"ffn_dim": 96},
     "xmod": {"pad_token_id": 0, "default_language": "en_XX"},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "xglm": {"pad_token_id": 0, "ffn_dim": 96},
