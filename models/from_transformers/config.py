@@ -99,7 +99,9 @@ class AdoptedConfig(ModelConfig):
         text = text_of(config)
         decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
         if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:
-            todo = "Set is_decoder" + " and unset is_encoder_decoder to train its decoder alone" * two
+            todo = (
+                "Set is_decoder to true" + " and is_encoder_decoder to false: its decoder trains alone" * two
+            )
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
 
         def number(name: str, default: int) -> int:

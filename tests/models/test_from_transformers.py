@@ -235,7 +235,7 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
 
 
 def test_an_encoder_is_refused_and_the_decoder_of_two_named():
-    for kind, says in (("bert", "Set is_decoder"), ("bart", "unset is_encoder_decoder to train its decoder")):
+    for kind, says in (("bert", "Set is_decoder"), ("bart", ".* its decoder trains alone")):
         with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
 
