@@ -58,18 +58,18 @@ def drop_parts_apart(owner: nn.Module, state: ParallelState) -> None:
     """Let each tensor rank draw from a stream of its own between a module's linears that give it a part and
     the one that takes it, in place: what is dropped there is of numbers that no other rank has.
     """
-    kept = list[tuple[torch.Generator, Tensor]]()
+    before = list[tuple[torch.Generator, Tensor]]()
 
     def enter(module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and not kept:
+        if module.training and not before:
             seed = int(torch.randint(2**62, (), device="cpu"))
-            kept.extend((each, each.get_state()) for each in accelerator.generators(state.device))
+            before.extend((each, each.get_state()) for each in accelerator.generators(state.device))
             torch.manual_seed(seed + state.tensor_index)
 
     def leave(module: nn.Module, args: Any) -> None:
-        for generator, before in kept:
-            generator.set_state(before)
-        kept.clear()
+        for generator, was in before:
+            generator.set_state(was)
+        before.clear()
 
     layers = [*owner.children()]
     rows = [
@@ -80,4 +80,4 @@ def drop_parts_apart(owner: nn.Module, state: ParallelState) -> None:
             layer.register_forward_hook(enter)
     for layer in rows:
         layer.register_forward_pre_hook(leave)
-    owner.register_forward_pre_hook(lambda module, args: kept.clear())  # a recomputation may stop between
+    owner.register_forward_pre_hook(lambda module, args: before.clear())  # a recomputation may stop between
