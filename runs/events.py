@@ -164,7 +164,7 @@ def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
     lost = [status for status in ranks if status.silent(now)]
     alive = [status for status in ranks if status.code is None and status not in lost]
     if alive:
-        return Outcome(None, f"{len(alive)} of {len(ranks)} ranks run; step {last}")
+        return Outcome(None, f"{len(alive)} of {counted(len(ranks), 'rank')} run; step {last}")
     if failure is not None and failure.code != PREEMPTED:
         return Outcome(failure.code, f"rank {failure.rank} failed with code {failure.code}: {failure.error}")
     if lost:

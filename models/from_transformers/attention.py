@@ -54,7 +54,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute one attention call of transformers' code; it wants (B, S, H, E)."""
     if _WATCHERS:
-        return _WATCHERS[-1](module, q_BHSE, v_BKSE, attention_mask, sliding_window, rest)
+        inputs = [q_BHSE, k_BKSE, v_BKSE, *([] if s_aux is None else [s_aux])]
+        return _WATCHERS[-1](module, inputs, attention_mask, sliding_window, rest)
     inputs = getattr(attention_mask, "trilith", None)
     if inputs is None:
         raise BadInput(
@@ -128,15 +129,16 @@ def watched(seen: list[Seen]) -> Iterator[None]:
     callers = set[nn.Module]()
 
     def note(
-        module: nn.Module, q_BHSE: Tensor, v_BKSE: Tensor, mask: Any, window: int | None, rest: dict[str, Any]
+        module: nn.Module, inputs: list[Tensor], mask: Any, window: int | None, rest: dict[str, Any]
     ) -> tuple[Tensor, None]:
         # A cache has one set of keys for a module.
         strange = unknown(rest) or ("a second set of keys" if module in callers else "")
         callers.add(module)
         causal = rest.get("is_causal", getattr(module, "is_causal", True))
         seen.append(Seen(type(module).__name__, getattr(mask, "trilith", None), window, strange, causal))
-        batch, heads, length, _ = q_BHSE.shape
-        return q_BHSE.new_zeros(batch, length, heads, v_BKSE.shape[-1]), None
+        batch, heads, length, _ = inputs[0].shape
+        read = torch.stack([x.sum() for x in inputs]).sum()  # so that all of them have a gradient
+        return read.expand(batch, length, heads, inputs[2].shape[-1]), None
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Any = None, **rest: Any

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from ...parallel_state import BadInput, Layout, nearest
 from ..base.config import ModelConfig, check_dtype
 from ..base.fields import Count, Whole
-from ..base.keys import INERT, MOST_BLOCKS, check_keys
+from ..base.keys import INERT, MOST_BLOCKS, check_keys, names
 
 #: Keys that say nothing of the forward pass; two configs that differ in them are of one model.
 _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
@@ -24,6 +24,12 @@ _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "
 _MOST = {"num_hidden_layers": MOST_BLOCKS, "vocab_size": 2**24, "hidden_size": 2**24}
 #: Types that decode whatever their ``is_decoder`` says.
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
+#: Types that count the places of tokens from their padding token's number.
+FROM_PADDING = names("""
+    roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert data2vec-text xmod
+""")
+#: What a decoder that was one of two parts calls the number of its blocks.
+_BLOCKS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
 
 
 class AdoptedConfig(ModelConfig):
@@ -90,30 +96,31 @@ class AdoptedConfig(ModelConfig):
 
     @classmethod
     def _read(cls, config: Any, written: str, where: str) -> Self:
-        if subs := [
-            name for name in config.sub_configs if hasattr(getattr(config, name, None), "hidden_size")
-        ]:
-            todo = "Take the config of its text model, if transformers has one as a type of its own"
-            raise BadInput(where, subs[0], expected="one model", found="several in one", todo=todo)
-        decodes = getattr(config, "is_decoder", True) or config.model_type in _DECODERS
-        if getattr(config, "is_encoder_decoder", False) or not decodes:
-            raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model")
+        text = text_of(config)
+        decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
+        if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:
+            todo = (
+                "Set is_decoder to true" + " and is_encoder_decoder to false: its decoder trains alone" * two
+            )
+            raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
 
         def number(name: str, default: int) -> int:
-            entry = getattr(config, name, None)
+            entry = getattr(text, name, None)
             return entry if type(entry) is int and entry > 0 else default
 
         fields = {key: number(key, 0) for key in _MOST}
+        fields["num_hidden_layers"] = next((count for key in _BLOCKS if (count := number(key, 0))), 0)
         for key, most in _MOST.items():
             if not 0 < fields[key] <= most:
                 raise BadInput(where, key, expected=f"1 to {most}", found=fields[key])
-        spread = getattr(config, "initializer_range", 0.02)
+        spread = getattr(text, "initializer_range", 0.02)
+        places = number("max_position_embeddings", 2**31 - 1) - first_place(config)
         return cls(
             raw=written,
             **fields,
             intermediate_size=number("intermediate_size", 0),
             num_attention_heads=number("num_attention_heads", 1),
-            max_position_embeddings=number("max_position_embeddings", 2**31 - 1),
+            max_position_embeddings=places,
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             initializer_range=float(spread) if isinstance(spread, int | float) else 0.02,
         )
@@ -126,7 +133,13 @@ class AdoptedConfig(ModelConfig):
     @property
     def experts_of_token(self) -> int:
         """Return how many of a stack of experts one token goes through, as far as the config says."""
-        return int(from_json(self.raw).get("num_experts_per_tok") or 1)
+        return int(getattr(text_of(self.in_transformers()), "num_experts_per_tok", None) or 1)
+
+    @property
+    def drops(self) -> bool:
+        """Tell whether some share of numbers may be dropped in training."""
+        stated = from_json(self.raw).items()
+        return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
 
     @property
     def head_is_last(self) -> bool:
@@ -156,6 +169,16 @@ def config_class(kind: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[kind]
+
+
+def text_of(config: Any) -> Any:
+    """Return the part of transformers' config that describes the blocks which make text."""
+    return config if getattr(config, "is_encoder_decoder", False) else config.get_text_config(decoder=True)
+
+
+def first_place(config: Any) -> int:
+    """Return the number of the first token's place in the table of positions."""
+    return int(config.pad_token_id) + 1 if config.model_type in FROM_PADDING else 0
 
 
 @contextmanager

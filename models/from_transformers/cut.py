@@ -10,7 +10,7 @@ from torch import nn
 from ...layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, Stage
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
 from ..base.keys import names
-from .config import AdoptedConfig
+from .config import AdoptedConfig, text_of
 from .layers import (
     GatheredColumn,
     LatentAndRope,
@@ -27,7 +27,7 @@ from .layers import (
 from .meta import OnMeta
 from .probe import Probed
 from .proved import better_plans
-from .sequence import enter_and_leave, regions_of, without_sequence
+from .sequence import drop_parts_apart, enter_and_leave, regions_of, without_sequence
 
 #: Of transformers' tensors that we hold in pieces: our names, in order, and the dim along which they lie.
 Fused = dict[str, tuple[tuple[str, ...], int]]
@@ -89,7 +89,7 @@ def _row(cutter: Cutter, path: str, module: Any, owner: Any) -> None:
 
 
 def _latent(cutter: Cutter, path: str, module: Any, owner: Any) -> None:
-    width = cutter.cfg.in_transformers().qk_rope_head_dim
+    width = text_of(cutter.cfg.in_transformers()).qk_rope_head_dim
     cutter.linear(path, module, LatentAndRope).rope_width = width
 
 
@@ -169,9 +169,14 @@ def cut_modules(
         _cut_module(cutter, plan, path, module)
     for region in regions:
         enter_and_leave(model.get_submodule(region), cfg.hidden_size, here)
-    for module in inner:
-        if type(module).__name__.endswith("Indexer"):  # its choice of keys has no gradient
-            module.requires_grad_(False)
+    if here.tensor.size > 1 and cfg.drops:
+        for module in inner:
+            drop_parts_apart(module, here)
+    present = dict(model.named_parameters())
+    for name in shown.idle:  # stays as files have it
+        for part in cutter.fused.get(name, ((name,), 0))[0]:
+            if part in present:
+                present[part].requires_grad_(False)
     return cutter.fused
 
 

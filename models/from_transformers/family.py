@@ -98,10 +98,13 @@ def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]
 
 @lru_cache
 def adopted_types() -> dict[str, str]:
-    """Return the causal types of the installed transformers, and the class of each."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Return the causal types of the installed transformers, and the class of each: of a model of several
+    parts that of the whole.
+    """
+    from transformers.models.auto import modeling_auto as auto
 
-    named = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    wholes = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    named = {kind: wholes.get(kind, name) for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -72,12 +71,14 @@ class GatheredColumn(ColumnParallelLinear):
         return gather_from_tensor(cast(Tensor, super().forward(x)), self.state)
 
 
+def gives_parts(module: nn.Module) -> bool:
+    """Tell whether a rank has only a part of what a linear makes."""
+    return isinstance(module, ColumnParallelLinear) and not isinstance(module, GatheredColumn)
+
+
 def has_part_of_outputs(module: nn.Module) -> bool:
     """Tell whether a rank has only a part of what some linear of the module makes: in attention, of heads."""
-    return any(
-        isinstance(part, ColumnParallelLinear) and not isinstance(part, GatheredColumn)
-        for part in module.modules()
-    )
+    return any(map(gives_parts, module.modules()))
 
 
 class PackedColumn(ColumnParallelLinear):
@@ -212,22 +213,16 @@ def declare_rest(
     code finds the rank's own tensors under their names.
     """
     parts = ("tensor",) if partial and state.tensor.size > 1 else ()
-    names = []
-    for name, parameter in [*module.named_parameters(recurse=False)]:
-        del module._parameters[name]
+    transient, names = module._non_persistent_buffers_set, []
+    stored = [(name, x) for name, x in module.named_buffers(recurse=False) if name not in transient]
+    for name, tensor in [*module.named_parameters(recurse=False), *stored]:
+        del (module._parameters if name in module._parameters else module._buffers)[name]
         law, piece = laws[f"{path}.{name}" if path else name], (cut or {}).get(name)
-        stated = Declaration(tuple(parameter.shape), cut=piece, partial=() if piece else parts, initial=law)
-        if not parameter.requires_grad:
-            stated = replace(stated, buffer=True, partial=())
+        still = not tensor.requires_grad
+        part = () if piece or still else parts
+        stated = Declaration(tuple(tensor.shape), cut=piece, partial=part, buffer=still, initial=law)
         declare_parameter(module, name, stated, state)
         names.append(name)
-    for name, buffer in [*module.named_buffers(recurse=False)]:
-        if name not in module._non_persistent_buffers_set:
-            del module._buffers[name]
-            law = laws[f"{path}.{name}" if path else name]
-            stated = Declaration(tuple(buffer.shape), buffer=True, initial=law)
-            declare_parameter(module, name, stated, state)
-            names.append(name)
     if names and state.tensor.size > 1:
         made: Any = localized(cast(Any, type(module)), tuple(names))
         module.__class__ = made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
 from .attention import registered
-from .config import AdoptedConfig, quiet
+from .config import AdoptedConfig, quiet, text_of
 
 
 @dataclass
@@ -29,16 +29,15 @@ class OnMeta:
 
 def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
     """Make the model in torch's default dtype. Raises ``BadInput`` for what cannot be held as declared."""
-    from transformers import AutoModelForCausalLM
-
     config, kind, dtype = cfg.in_transformers(), cfg.model_type, torch.get_default_dtype()
     registered()
     # torch's grouped products have no fp64.
     experts = "eager" if dtype == torch.float64 else "grouped_mm"
     try:
         with quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        model.config._experts_implementation = experts  # after the model has checked it: most have none
+            model = auto_class(kind).from_config(config, dtype=dtype, attn_implementation=attention)
+        # After the model has checked it: most have none.
+        text_of(model.config)._experts_implementation = experts
         made = OnMeta(model)
         with quiet(), torch.device("cpu"), torch.no_grad():
             _initialize(made, kind)
@@ -49,6 +48,14 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
         expected = "a model that transformers makes without memory"
         raise BadInput(kind, expected=expected, found=f"{type(error).__name__}: {first}") from None
     return made
+
+
+def auto_class(kind: str) -> Any:
+    """Return what makes the model of a config: of one of several parts the whole, not its text part alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
+
+    return AutoModelForImageTextToText if kind in WHOLES else AutoModelForCausalLM
 
 
 def _initialize(made: OnMeta, kind: str) -> None:

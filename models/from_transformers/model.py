@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage, defa
 from ...parallel_state import BadInput, ParallelState, alone_or, initialize
 from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
-from .config import AdoptedConfig
+from .config import AdoptedConfig, first_place
 from .cut import Fused, cut_modules
 from .layers import TiedHead, put
 from .meta import on_meta
@@ -97,7 +96,7 @@ class Adopted(CausalLM):
         constants = [(module, name, numbers) for module, name, numbers in made.constants if module in here]
         self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
-        self._names = frozenset(signature(hf.forward).parameters)
+        self.__dict__["first_place"] = first_place(hf.config)
         for name, child in hf.named_children():
             self.add_module(name, child)
         self._restore()
@@ -107,7 +106,7 @@ class Adopted(CausalLM):
 
     def _drop_ends(self, hf: Any, shown: Probed) -> None:
         """Free what runs before the blocks on all but the first stage, and what runs behind on others."""
-        dropped = [] if self.stage.first else [*shown.entry]
+        dropped = [] if self.stage.first else [*shown.entry, *shown.idle_ends]
         dropped += [] if self.stage.last else [*shown.exit]
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
         self.__dict__["embedding_width"] = embedding.embedding_dim
@@ -176,7 +175,7 @@ class Adopted(CausalLM):
             places = positions
             if places is None:
                 places = default_positions(like, self.whole, embedded=True).unsqueeze(0)
-            named["position_ids"] = places
+            named["position_ids"] = places + self.__dict__["first_place"]
         if stage.first:
             named["input_ids"] = x
         else:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.family import making
 from .attention import ATTENTION, Seen, watched
-from .config import AdoptedConfig
+from .config import AdoptedConfig, text_of
 from .meta import OnMeta, on_meta
 
 _TOKENS = 16
@@ -25,6 +25,8 @@ class Probed:
 
     ``blocks``: path of the list of blocks; ``entry``, ``exit``: modules with parameters that run before and
     after them. ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor.
+    ``idle``: parameters that logits of tokens alone do not depend on, such as those of an image encoder;
+    ``idle_ends``: the outermost modules outside blocks that have no others.
     """
 
     blocks: str
@@ -34,6 +36,8 @@ class Probed:
     takes_positions: bool = True
     no_pipeline: str = ""
     no_context: str = ""
+    idle: frozenset[str] = frozenset()
+    idle_ends: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=32)
@@ -69,17 +73,31 @@ def _probed(cfg: AdoptedConfig) -> Probed:
     no_context = no_context or _why_not_ours(made.model, blocks, seen, cfg)
     return Probed(
         blocks, tuple(calls.entry), tuple(calls.exit), calls.outputs, takes,
-        calls.problem(cfg), no_context,
+        calls.problem(cfg), no_context, calls.idle, _ends(made.model, blocks, calls.idle),
     )  # fmt: skip
 
 
 def path_of_blocks(model: nn.Module, count: int) -> str:
-    """Return the path of the first list of as many modules with parameters as the config states blocks."""
-    for path, module in model.named_modules():
+    """Return the path of the first list of as many modules with parameters as the config states blocks, in
+    what transformers calls the decoder, or anywhere.
+    """
+    inside = {*cast(Any, model).get_decoder().modules()}
+    for path, module in sorted(model.named_modules(), key=lambda named: named[1] not in inside):
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
             return str(path)
     return ""
+
+
+def _ends(model: nn.Module, blocks: str, idle: frozenset[str]) -> tuple[str, ...]:
+    """Return the outermost modules outside the blocks all of whose parameters are idle."""
+    ends = list[str]()
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        outside = path and not f"{path}.".startswith((f"{blocks}.", *(f"{end}." for end in ends)))
+        if outside and names and idle.issuperset(names):
+            ends.append(path)
+    return tuple(ends)
 
 
 class _Calls:
@@ -93,7 +111,7 @@ class _Calls:
         self.exit: dict[str, None] = {}
         self.outputs, self.shapes = 0, set[tuple[int, ...]]()
         self.besides: list[Tensor] = []
-        self.shared = ""
+        self.shared, self.idle = "", frozenset[str]()
         self.bare = [
             name for name, _ in model.named_parameters()
             if model.get_submodule(name.rpartition(".")[0]) not in self.inner
@@ -136,7 +154,7 @@ class _Calls:
         if both := self.entry.keys() & self.exit.keys():
             return f"{min(both)} runs before and after blocks"
         for name in self.bare:
-            if name.rpartition(".")[0] not in called:
+            if name.rpartition(".")[0] not in called and name not in self.idle:
                 return f"{name} is used outside the blocks, and no module of its own is called"
         return ""
 
@@ -150,14 +168,18 @@ def _watch(made: OnMeta, blocks: str) -> _Calls:
     with (
         torch.device("meta"),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-    ):  # it reads places, which have no values here
-        model(input_ids=tokens, use_cache=False)
+        patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
+    ):  # they read places and masks, which have no values here
+        logits = model(input_ids=tokens, use_cache=False).logits
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        read = torch.autograd.grad(logits.float().sum(), [*trained.values()], allow_unused=True)
+    calls.idle = frozenset(name for name, grad in zip(trained, read, strict=True) if grad is None)
     return calls
 
 
 def _rope_by_length(config: Any) -> str:
     """Return the type of a rotation that transformers computes anew by the positions that are there."""
-    stated = getattr(config, "rope_parameters", None) or {}
+    stated = getattr(text_of(config), "rope_parameters", None) or {}
     tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
     types = [table.get("rope_type") for table in tables]
     return next((kind for kind in ("dynamic", "longrope") if kind in types), "")

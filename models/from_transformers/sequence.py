@@ -10,10 +10,13 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...layers import gather_from_tensor, split_to_tensor
+from ...layers import RowParallelLinear, gather_from_tensor, split_to_tensor
 from ...parallel_state import ParallelState
+from ...parallel_state.engine import accelerator
+from .layers import SplitRow, gives_parts
 
 
 def without_sequence(state: ParallelState) -> ParallelState:
@@ -49,3 +52,32 @@ def enter_and_leave(module: nn.Module, width: int, state: ParallelState) -> None
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(lambda module, args, output: changed(output, split_to_tensor))
+
+
+def drop_parts_apart(owner: nn.Module, state: ParallelState) -> None:
+    """Let each tensor rank draw from a stream of its own between a module's linears that give it a part and
+    the one that takes it, in place: what is dropped there is of numbers that no other rank has.
+    """
+    before = list[tuple[torch.Generator, Tensor]]()
+
+    def enter(module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and not before:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            before.extend((each, each.get_state()) for each in accelerator.generators(state.device))
+            torch.manual_seed(seed + state.tensor.index)
+
+    def leave(module: nn.Module, args: Any) -> None:
+        for generator, was in before:
+            generator.set_state(was)
+        before.clear()
+
+    layers = [*owner.children()]
+    rows = [
+        layer for layer in layers if isinstance(layer, RowParallelLinear) and not isinstance(layer, SplitRow)
+    ]
+    for layer in layers if rows else ():
+        if gives_parts(layer):
+            layer.register_forward_hook(enter)
+    for layer in rows:
+        layer.register_forward_pre_hook(leave)
+    owner.register_forward_pre_hook(lambda module, args: before.clear())  # a recomputation may stop between

@@ -154,6 +154,32 @@ def test_tensor_ranks_drop_the_same_of_what_they_all_have(kind, changes, same):
     assert (seen.losses == pytest.approx(alone.losses, rel=1e-9)) == same
 
 
+def masks_between_cut_linears(raw, layout):
+    """Return which numbers one rank drops in a feed-forward of its own features, and what it draws next."""
+    from transformers.models.arcee.modeling_arcee import ArceeMLP
+
+    def forward(module, x):
+        kept = torch.nn.functional.dropout(module.up_proj(x), 0.5, module.training)
+        masks.append(kept.detach() == 0)
+        return module.down_proj(module.act_fn(kept))
+
+    masks, state = [], ParallelState.start(layout)
+    with InFp64(), torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArceeMLP, "forward", forward)
+        model, step = stepped(raw, state)
+        torch.manual_seed(5)
+        observed(model.train(), step, state, 1)
+        return masks[-1], float(torch.rand(()))
+
+
+@pytest.mark.slow
+def test_tensor_ranks_drop_others_of_the_features_that_each_has_alone():
+    raw = tiny("arcee", num_hidden_layers=2, attention_dropout=0.2)
+    ranks = run_parallel(masks_between_cut_linears, 2, raw, Layout.of(tensor=2))
+    (mask, after), (other, after_other) = ranks
+    assert after == after_other and 0.4 < float((mask == other).double().mean()) < 0.6
+
+
 def train_or_fail(raw, layouts):
     """Train, but fail on one rank of a pipeline, where the other waits for it."""
     if "pipeline" in layouts:
@@ -167,6 +193,8 @@ def train_or_fail(raw, layouts):
 def test_the_page_is_that_of_the_table():
     page = any_table.PAGE.read_text(encoding="utf-8")
     assert any_table.written(page, proved()) == page
+    readme = (any_table.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(offered().keys() - FAMILIES)} [more types](docs/any_model.md)" in readme
 
 
 def test_every_style_of_transformers_plans_has_a_row():
@@ -207,10 +235,24 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
         assert "\n" not in str(refusal.value)
 
 
-def test_a_model_of_several_and_an_encoder_are_refused():
-    for kind, says in (("git", "several in one"), ("bert", "expected a decoder alone")):
-        with pytest.raises(BadInput, match=says):
+def test_an_encoder_is_refused_and_the_decoder_of_two_named():
+    for kind, says in (("bert", "Set is_decoder"), ("bart", ".* its decoder trains alone")):
+        with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
+
+
+def test_what_logits_of_tokens_do_not_read_is_kept_and_not_trained():
+    """Stages but the first have none of it; the list of blocks is the decoder's, not the image encoder's."""
+    made = family("gemma3")
+    config = made.from_hf(tiny("gemma3"))
+    shown, model = probed(config), made.on_meta(config)
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert shown.blocks == "model.language_model.layers"
+    parts = {"model.vision_tower", "model.multi_modal_projector"}
+    assert {".".join(name.split(".")[:2]) for name in still} == parts
+    assert all(name in still for name, _ in model.named_parameters() if name.startswith(tuple(parts)))
+    _, last = made.stages_on_meta(config, Layout.of(pipeline=2))
+    assert not [name for name, _ in last.named_parameters() if "vision" in name]
 
 
 def test_first_values_follow_transformers_laws():
@@ -242,7 +284,7 @@ def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(tmp_p
         train(raw)
 
 
-@pytest.mark.parametrize("kind", ["arcee", "olmoe", "ernie4_5_moe", "glm"])
+@pytest.mark.parametrize("kind", ["gemma3", "olmoe", "ernie4_5_moe", "glm"])
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
     made = family(kind)
     config = made.from_hf(tiny(kind))

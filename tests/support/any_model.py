@@ -22,7 +22,8 @@ from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
 from trilith.models.from_transformers import TransformersFamily, family_of_type
 from trilith.models.from_transformers import family as proved
-from trilith.models.from_transformers.config import config_class
+from trilith.models.from_transformers.config import FROM_PADDING, config_class, text_of
+from trilith.models.from_transformers.meta import auto_class
 from trilith.parallel_state import (
     BadInput,
     Layout,
@@ -75,6 +76,11 @@ SMALL: dict[str, Any] = {
     "mtp_num_layers": 0, "linear_head_dim": 8, "linear_num_heads": 4, "unpadded_vocab_size": VOCABULARY,
     "num_kv_shared_layers": 0, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
     "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8, "ple_embed_dim": 8,
+    "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "num_decoder_layers": 4,
+    "num_decoder_attention_heads": 4, "max_target_positions": 64, "encoder_layers": 1,
+    "num_encoder_layers": 1, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "depth": 2,
+    "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "num_heads": 4, "vision_output_dim": 64,
+    "num_global_layers": 1, "projector_input_dim": 64, "projector_output_dim": 64,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
@@ -93,11 +99,9 @@ _LEAVE = (
     "ratio",
     "percent",
 )
-#: Types whose places count from the padding token.
-_PADDED = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod")
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **{kind: {"pad_token_id": 0} for kind in (*_PADDED, "roberta-prelayernorm")},
+    **{kind: {"pad_token_id": 0} for kind in FROM_PADDING},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -138,6 +142,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "mamba_headdim": 16,
     },
+    "prophetnet": {"pad_token_id": 0},
+    "moshi": {"ffn_dim": 96},
+    "xmod": {"pad_token_id": 0, "default_language": "en_XX"},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "xglm": {"pad_token_id": 0, "ffn_dim": 96},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
 }
@@ -145,11 +153,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def tiny(kind: str, **changes: Any) -> dict[str, Any]:
     """Return a tiny config.json's dict of a type, with each factor off its default where it has one."""
-    made = config_class(kind)
-    base = made()
-    names = {attribute: key for attribute, key in made.attribute_map.items()}
+    return tiny_of(config_class(kind)()) | {"model_type": kind} | SPECIAL.get(kind, {}) | changes
+
+
+def tiny_of(base: Any) -> dict[str, Any]:
+    """Return the dict of a config, and of each that it has inside, made tiny."""
+    names = {attribute: key for attribute, key in base.attribute_map.items()}
     stated = base.to_dict()
-    raw: dict[str, Any] = {"model_type": kind}
+    raw: dict[str, Any] = {}
+    for key in base.sub_configs:
+        if (part := getattr(base, key, None)) is not None:
+            raw[key] = tiny_of(part) | {"model_type": part.model_type} | SPECIAL.get(part.model_type, {})
+            if "pad_token_id" in raw[key]:
+                raw[key]["pad_token_id"] = 0
     for key, value in stated.items():
         if isinstance(value, float) and value not in (float("inf"), float("-inf")):
             if any(word in key for word in _OFF):
@@ -167,9 +183,9 @@ def tiny(kind: str, **changes: Any) -> dict[str, Any]:
     if "qk_rope_head_dim" in stated:  # from which the head dim follows
         raw["head_dim"] = SMALL["qk_rope_head_dim"]
         raw["num_key_value_heads"] = SMALL["num_attention_heads"]
-    for key in ("is_decoder",):
+    for key, value in (("is_decoder", True), ("is_encoder_decoder", False)):
         if key in stated:
-            raw[key] = True
+            raw[key] = value
     kinds = stated.get("layer_types")
     if isinstance(kinds, list) and kinds:
         raw["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
@@ -181,7 +197,7 @@ def tiny(kind: str, **changes: Any) -> dict[str, Any]:
             and len(value) > 4
         ):
             raw[key] = value[:4]
-    return raw | SPECIAL.get(kind, {}) | changes
+    return raw
 
 
 @dataclass
@@ -308,10 +324,13 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     named = dict(theirs.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
     for link in made.held_links(config):
-        if link.hf not in named or link.ours not in seen.gradients:
+        if link.hf not in named:
+            continue
+        of_theirs = named[link.hf].grad
+        if link.ours not in seen.gradients:  # not trained: then theirs must have none
+            gaps.append(0.0 if of_theirs is None else float(of_theirs.abs().max()) / largest)
             continue
         piece = seen.gradients[link.ours][2][link.ours_box.slices]
-        of_theirs = named[link.hf].grad
         if of_theirs is None:
             gaps.append(float(piece.abs().max()) / largest)
             continue
@@ -406,12 +425,10 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     """Return transformers' model with the weights of ours."""
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_config(
+    theirs = auto_class(config.model_type).from_config(
         config.in_transformers(), dtype=torch.float64, attn_implementation="eager"
     )
-    theirs.config._experts_implementation = "eager"
+    text_of(theirs.config)._experts_implementation = "eager"
     for parameter in theirs.parameters():  # some are in fp32 whatever is asked for
         parameter.data = parameter.data.double()
     links = made.held_links(config)

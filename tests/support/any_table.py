@@ -28,16 +28,16 @@ def toml(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of the package."""
     lines = ["# Written by `make any-model`: what is proved of each causal type of transformers, as largest"]
     lines += ["# relative differences, and why no more.", f'transformers = "{version("transformers")}"', ""]
-    for kind, row in sorted(rows.items()):
-        lines.append(f'[types."{kind}"]')
-        if "refused" in row:
-            lines += [f"refused = {json.dumps(row['refused'])}", ""]
-            continue
-        named = {json.dumps(axis) if " " in axis else axis: gap for axis, gap in row["proved"].items()}
-        lines.append(f"proved = {{ {', '.join(f'{axis} = {gap:.0e}' for axis, gap in named.items())} }}")
-        lines += [f"why.{axis} = {json.dumps(why)}" for axis, why in row.get("why", {}).items()]
-        lines.append("")
+    lines += ["[types]", *(f"{kind} = {inline(row)}" for kind, row in sorted(rows.items())), ""]
     return "\n".join(lines)
+
+
+def inline(entry: Any) -> str:
+    """Return a text, a number or a table of them as TOML writes it in one line."""
+    if isinstance(entry, Mapping):
+        names = {key: json.dumps(key) if " " in key else key for key in entry}
+        return f"{{ {', '.join(f'{name} = {inline(entry[key])}' for key, name in names.items())} }}"
+    return json.dumps(entry) if isinstance(entry, str) else f"{entry:.0e}"
 
 
 def row_of(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def row_of(said: Mapping[str, Any]) -> dict[str, Any]:
     if refused := whole(said):
         return {"refused": line(refused)}
     why = {axis: line(reason) for axis, reason in said["refused"].items() if axis in AXES}
-    return {"proved": said["proved"], "why": why}
+    return {"proved": said["proved"]} | ({"why": why} if why else {})
 
 
 def whole(row: Mapping[str, Any]) -> str:
