@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
@@ -48,24 +48,20 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
-    #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
-    #: those of the largest and of the last of all.
+    #: The elements, as ``here``, of the largest trained parameter; a sum of groups has that of all.
     largest: int = 0
-    last: int = 0
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
         counts = [number * count for count in _counts(self)]
-        counts += self.largest, self.last
-        return Group(*counts)
+        return Group(*[*counts, self.largest])
 
     def __add__(self, group: Group) -> Group:
         counts = [count + other for count, other in zip(_counts(self), _counts(group), strict=True)]
-        counts += max(self.largest, group.largest), group.last or self.last
-        return Group(*counts)
+        return Group(*[*counts, max(self.largest, group.largest)])
 
 
-_counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
+_counts = attrgetter(*(field.name for field in fields(Group)[:-1]))
 
 
 def count_parameters(
@@ -92,7 +88,7 @@ def count_parameters(
             counts["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue
         counts["trained"] += box.size
-        counts["largest"], counts["last"] = max(counts["largest"], box.size), box.size
+        counts["largest"] = max(counts["largest"], box.size)
         counts["trained_stored"] += stored
         counts[f"trained_{sent}"] += piece
         at_ends = declaration.ends if ends is None else ends
@@ -124,8 +120,6 @@ class RankParameters:
     terms: int = 1
     #: The groups of blocks by their numbers, where every block was counted.
     numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
-    #: Answers of ``shared_bytes``, which a search asks for often.
-    known_shared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:

@@ -13,7 +13,7 @@ from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import StageCut, cut_stages
 from ..device_memory import reserved_bytes
-from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
+from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel
 from ..sampled_module import Asked, Traced, planned_model
@@ -80,7 +80,6 @@ class Evaluator:
         #: Asked for by all stores of a choice in turn.
         self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
-        self._needs: dict[Any, list[Need]] = {}
         self._parts: dict[Any, Any] = {}
 
     def model(self, layout: Layout) -> SampledModel | Traced:
@@ -109,12 +108,7 @@ class Evaluator:
         work = self.work(choice, pipeline)
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
-        # All of ``needs_of_rank``'s work but the stores, of which a search compares many.
-        flow = choice.schedule, work.micro_batches, choice.micro_batch, work.loss_chunk
-        key = layout, *flow, choice.checkpointing, pipeline
-        if key not in self._needs:
-            self._needs[key] = needs_of_rank(work, costs, self._parts)
-        return memory_of(work, self._held(choice.layout, pipeline), costs, needs=self._needs[key])
+        return memory_of(work, self._held(choice.layout, pipeline), costs, known=self._parts)
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
