@@ -90,15 +90,18 @@ def memory_of(
     walk.walk()
     worst = max(walk.peaks.values())
     total = parameters.every
+    gathered, gradients = walk.gathered - worst.dropped, walk.lasting - worst.missing
+    # At the end of a first backward the activations of its micro-batch have been given back.
+    resident = min(worst.resident, worst.bytes + worst.dropped + worst.missing)
     resting = total.trained_stored * work.master + total.fixed_bytes
     moments = 2 * total.trained_stored * work.master
     here = 0 if work.offload else resting + moments
     plan = MemoryPlan(
         weights=0 if work.offload else resting,
-        gathered=int(walk.gathered - worst.dropped),
-        gradients=int(walk.lasting - worst.missing),
+        gathered=int(gathered),
+        gradients=int(gradients),
         moments=0 if work.offload else moments,
-        activations=int(worst.resident - worst.messages),
+        activations=int(resident - worst.messages),
         pipeline=int(worst.messages),
         host=resting + moments + int(total.trained_stored * work.master) if work.offload else 0,
     )

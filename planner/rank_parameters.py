@@ -48,20 +48,22 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
-    #: The elements, as ``here``, of the largest trained parameter; a sum of groups has that of all.
+    #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
+    #: those of the largest and of the last of all.
     largest: int = 0
+    last: int = 0
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
         counts = [number * count for count in _counts(self)]
-        return Group(*[*counts, self.largest])
+        return Group(*[*counts, self.largest, self.last])
 
     def __add__(self, group: Group) -> Group:
         counts = [count + other for count, other in zip(_counts(self), _counts(group), strict=True)]
-        return Group(*[*counts, max(self.largest, group.largest)])
+        return Group(*[*counts, max(self.largest, group.largest), group.last or self.last])
 
 
-_counts = attrgetter(*(field.name for field in fields(Group)[:-1]))
+_counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
 
 
 def count_parameters(
@@ -88,7 +90,7 @@ def count_parameters(
             counts["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue
         counts["trained"] += box.size
-        counts["largest"] = max(counts["largest"], box.size)
+        counts["largest"], counts["last"] = max(counts["largest"], box.size), box.size
         counts["trained_stored"] += stored
         counts[f"trained_{sent}"] += piece
         at_ends = declaration.ends if ends is None else ends

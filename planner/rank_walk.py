@@ -54,7 +54,7 @@ class RankWalk:
         # FSDP adds gradients to sums of another dtype only after the backward of their block.
         self.adds = not self.each and (self.alone or work.compute == work.reduce)
         ends = parameters.ends or (parameters.root,)
-        self.root, self.largest = max(end.trained for end in ends), max(end.largest for end in ends)
+        self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
         #: The buffer that the last sum of a backward leaves.
         self.buffer = (self.root or parameters.largest_trained_block) * work.reduce * (self.each and zero > 0)
         sharded = 0 if work.offload else total.trained * self.shard
@@ -248,11 +248,11 @@ class RankWalk:
                 self.left = left
             self.missing -= lasting
 
-    def _summed(self, elements: float, largest: float) -> float:
+    def _summed(self, elements: float, last: float) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included."""
         buffer, shard = elements * self.work.reduce, elements * self.shard * (self.zero > 0)
         # The gradients are freed before the shard is made, but for one. Without ZeRO the buffer stays.
-        return buffer + max(elements, shard / self.made + largest) * self.made * self.each
+        return buffer + max(elements, shard / self.made + last) * self.made * self.each
 
     def _forwards(self, stage: StageBytes) -> None:
         """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
@@ -273,7 +273,7 @@ class RankWalk:
         if self.each:
             self.note(max(backward + waits, joined))
             self.left = 0.0
-            self.note(self._summed(self.root, self.largest))
+            self.note(self._summed(self.root, self.last))
         elif first:
             self.missing -= min(self.made_root, self.missing)
             self.note(max(backward, joined - parameters.tied * self.sum))

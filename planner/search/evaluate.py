@@ -77,8 +77,6 @@ class Evaluator:
         self._stage_costs = cache(self._costs_of)
         self._held = cache(self._held_by)
         self._whole = cache(self._whole_model)
-        #: Asked for by all stores of a choice in turn.
-        self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
         self._parts: dict[Any, Any] = {}
 
@@ -133,14 +131,6 @@ class Evaluator:
         ``compiled``: whether blocks are compiled.
         """
         return self._without_store(choice, compiled).least_of_stages()
-
-    def least_shared(self, choice: Choice, first: Choice) -> float:
-        """Return a lower bound of the seconds of a choice with ZeRO 2 or 3, with less work than ``least``.
-
-        ``first``: one choice for all that differ from it in their store only.
-        """
-        compiled = self.compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline)
-        return self._last_alone(first, compiled).least_shared(choice.layout, lambda: self.work(choice))
 
     def _without_store(self, choice: Choice, compiled: bool) -> StepTimer:
         """Return the timer of a choice as if its data ranks shared nothing."""
