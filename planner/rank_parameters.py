@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
@@ -56,13 +56,11 @@ class Group:
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
         counts = [number * count for count in _counts(self)]
-        counts += self.largest, self.last
-        return Group(*counts)
+        return Group(*[*counts, self.largest, self.last])
 
     def __add__(self, group: Group) -> Group:
         counts = [count + other for count, other in zip(_counts(self), _counts(group), strict=True)]
-        counts += max(self.largest, group.largest), group.last or self.last
-        return Group(*counts)
+        return Group(*[*counts, max(self.largest, group.largest), group.last or self.last])
 
 
 _counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
@@ -124,8 +122,6 @@ class RankParameters:
     terms: int = 1
     #: The groups of blocks by their numbers, where every block was counted.
     numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
-    #: Answers of ``shared_bytes``, which a search asks for often.
-    known_shared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:

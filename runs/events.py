@@ -18,6 +18,7 @@ from typing import Any
 from ..parallel_state import BadInput, PeerFailed
 from ..storage.disk import DiskFailed, writing
 from ..storage.small_files import log_line, read_good_lines
+from ..system import counted
 from .heartbeat import RankStatus, all_status, first_failure, status_folder
 from .requests import PREEMPTED, Preempted
 

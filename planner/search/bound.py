@@ -3,7 +3,7 @@
 from functools import cache
 
 from ...layers import Checkpointing
-from .candidates import Cut, Flow, Store
+from .candidates import Cut, Flow
 from .choice import Choice
 from .evaluate import Evaluator
 
@@ -38,12 +38,6 @@ class Bound:
         """Return a lower bound, in seconds, for every store of this cut, flow and mode."""
         compiled = self.evaluator.compiles(mode, flow.schedule, cut.layout.pipeline)
         return self._of_stages(cut.choice(flow, mode), compiled)
-
-    def of_store(self, cut: Cut, flow: Flow, mode: Checkpointing, store: Store) -> float:
-        """Return a lower bound, in seconds, for one layout, with less work than ``of_choice``."""
-        if store.zero < 2:
-            return self.of_mode(cut, flow, mode)
-        return self.evaluator.least_shared(cut.choice(flow, mode, store), cut.choice(flow, mode))
 
     def of_choice(self, choice: Choice) -> float:
         """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""

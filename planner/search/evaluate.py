@@ -13,7 +13,7 @@ from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import StageCut, cut_stages
 from ..device_memory import reserved_bytes
-from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
+from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel
 from ..sampled_module import Asked, Traced, planned_model
@@ -77,10 +77,7 @@ class Evaluator:
         self._stage_costs = cache(self._costs_of)
         self._held = cache(self._held_by)
         self._whole = cache(self._whole_model)
-        #: Asked for by all stores of a choice in turn.
-        self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
-        self._needs: dict[Any, list[Need]] = {}
         self._parts: dict[Any, Any] = {}
 
     def model(self, layout: Layout) -> SampledModel | Traced:
@@ -109,12 +106,7 @@ class Evaluator:
         work = self.work(choice, pipeline)
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
-        # All of ``needs_of_rank``'s work but the stores, of which a search compares many.
-        flow = choice.schedule, work.micro_batches, choice.micro_batch, work.loss_chunk
-        key = layout, *flow, choice.checkpointing, pipeline
-        if key not in self._needs:
-            self._needs[key] = needs_of_rank(work, costs, self._parts)
-        return memory_of(work, self._held(choice.layout, pipeline), costs, needs=self._needs[key])
+        return memory_of(work, self._held(choice.layout, pipeline), costs, known=self._parts)
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
@@ -139,14 +131,6 @@ class Evaluator:
         ``compiled``: whether blocks are compiled.
         """
         return self._without_store(choice, compiled).least_of_stages()
-
-    def least_shared(self, choice: Choice, first: Choice) -> float:
-        """Return a lower bound of the seconds of a choice with ZeRO 2 or 3, with less work than ``least``.
-
-        ``first``: one choice for all that differ from it in their store only.
-        """
-        compiled = self.compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline)
-        return self._last_alone(first, compiled).least_shared(choice.layout, lambda: self.work(choice))
 
     def _without_store(self, choice: Choice, compiled: bool) -> StepTimer:
         """Return the timer of a choice as if its data ranks shared nothing."""

@@ -155,10 +155,8 @@ class _Search:
         if group.mode is None:
             bound = self.bound.of_flow if group.tight else self.bound.of_rows
             return bound(group.cut, group.flow)
-        if group.store is None:
-            return self.bound.of_mode(group.cut, group.flow, group.mode)
         if not group.tight:
-            return self.bound.of_store(group.cut, group.flow, group.mode, group.store)
+            return self.bound.of_mode(group.cut, group.flow, group.mode)
         return self.bound.of_choice(group.choice)
 
     def _open(self, group: _Group) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from ...parallel_state import Layout, ParallelState
+from ...parallel_state import ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
 from ...simulation.without_numbers import DTYPES
@@ -33,13 +33,12 @@ from ..sampled_module import Traced
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
-from .exchange import Exchange
 from .kernels import Kernels, Mode
 from .machines import Machine
 from .once_a_step import OnceAStep
 from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
-from .stage_timer import Computed, StageTimer
+from .stage_timer import StageTimer
 
 #: By how much a sum is lowered that is compared with one of the same seconds in another order.
 _ROUNDED = 1 - 1e-12
@@ -206,59 +205,21 @@ class StepTimer:
         last action is a whole backward, the backward of the stages before follows.
         """
         if self.layout.zero > 1:
-            return self._longest[0]
+            return self._longest
         layout, work = self.layout, self.work
         key = self._timed_alike, layout.pipeline, layout.virtual_stages, work.schedule, work.micro_batches
         # Layouts that differ in their data ranks share it.
-        return float(self._known.get(key) or self._known.setdefault(key, self._longest[0]))
-
-    def least_shared(self, layout: Layout, work: Callable[[], Work]) -> float:
-        """Return a lower bound of the seconds of the same step in ``layout``, whose data ranks share with
-        ZeRO 2 or 3; this timer is that of the step without data ranks. As if only the rank that is busy
-        longest exchanged something. ``work``: returns the step in ``layout``.
-        """
-        exchanged, rounds, known, sizes = 0.0, self.work.micro_batches, self._known, layout.data_sizes()
-        for block in self._blocks_of_longest:
-            # Layouts whose data ranks lie alike share it, with any flow. Replicas sum at least once a step.
-            key = id(self.model), self.model.kinds[block.number], sizes
-            if key not in known:
-                known[key] = self._exchange_in(work(), block.number)
-            around = known[key].around(
-                block.forward,
-                block.back,
-                self.links,
-                zero=layout.zero,
-                apart=self.timer.in_two,
-                replicas=1 / rounds,
-                gathers=int(block.reached),
-            )
-            exchanged += block.alike * sum(around)
-        return (self._longest[0] + rounds * exchanged) * _ROUNDED
-
-    def _exchange_in(self, work: Work, number: int) -> Exchange:
-        timer = StageTimer(self.model, work, self.kernels, Links(work.layout, self.machine), self._known)
-        return timer.exchange(self.model.group(number, work.state))
+        return float(self._known.get(key) or self._known.setdefault(key, self._longest))
 
     @cached_property
-    def _longest(self) -> tuple[float, int]:
-        """Return the bound of ``least_of_stages``, and the pipeline rank that it follows from."""
-        waits, least, longest = 0.0, 0.0, 0
-        for rank, (busy, alike) in enumerate(zip(self._busy, self._alike, strict=True)):
-            if waits + busy > least:
-                least, longest = waits + busy, rank
+    def _longest(self) -> float:
+        """Return the bound of ``least_of_stages``."""
+        waits = least = 0.0
+        for busy, alike in zip(self._busy, self._alike, strict=True):
+            least = max(least, waits + busy)
             costs = self._of_rank[alike][0].costs
             waits += costs["F"] + self._sending + (0.0 if self.timer.in_two else costs["B"] + self._sending)
-        return least, longest
-
-    @cached_property
-    def _blocks_of_longest(self) -> tuple[Computed, ...]:
-        blocks: dict[tuple[int, float, float], Computed] = {}
-        for stage in self.costs(self._alike[self._longest[1]]):
-            for block in self.timer.blocks(stage):
-                key = self.model.kinds[block.number], block.forward, block.back
-                before = blocks[key].alike if key in blocks else 0
-                blocks[key] = block._replace(alike=before + block.alike)
-        return tuple(blocks.values())
+        return least
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
         """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""

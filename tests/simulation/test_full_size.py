@@ -17,7 +17,7 @@ STEPS = {
         "llama-3.1-405b",
         {"tensor": 8, "sequence": True, "pipeline": 8, "virtual_stages": 8, "schedule": "interleaved",
          "data": 256, "data_replicate": 2, "zero": 1},
-        2048, 1, 8192, "selective", 0.0056,
+        2048, 1, 8192, "selective", -0.0001,
     ),
     "405B, ring": (
         "llama-3.1-405b",
@@ -32,7 +32,7 @@ STEPS = {
     "DeepSeek-V3, ZeRO 3": (
         "deepseek-v3",
         {"tensor": 4, "sequence": True, "expert": 32, "data": 128, "zero": 3},
-        128, 1, 4096, "full", 0.016,
+        128, 1, 4096, "full", 0.0081,
     ),
     "Qwen3-Next, experts": (
         "qwen3-next-80b-a3b",
