@@ -59,7 +59,6 @@ PRIVATE_TORCH = {
     "simulation/kernels.py": "calls kernels that torch would call after asking a driver",
     "simulation/recorder.py": "tells operators apart by their private names",
     "simulation/replaced_operators.py": "calls kernels that torch would call after asking a driver",
-    "simulation/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.

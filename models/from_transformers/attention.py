@@ -54,8 +54,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute one attention call of transformers' code; it wants (B, S, H, E)."""
     if _WATCHERS:
-        inputs = [q_BHSE, k_BKSE, v_BKSE, *([] if s_aux is None else [s_aux])]
-        return _WATCHERS[-1](module, inputs, attention_mask, sliding_window, rest)
+        watched = [q_BHSE, k_BKSE, v_BKSE, *([] if s_aux is None else [s_aux])]
+        return _WATCHERS[-1](module, watched, attention_mask, sliding_window, rest)
     inputs = getattr(attention_mask, "trilith", None)
     if inputs is None:
         raise BadInput(
