@@ -115,13 +115,13 @@ def memory_of(
 
 def _bytes_of_stages(work: Work, stages: Sequence[StageCost], known: dict[Any, Any]) -> list[StageBytes]:
     layout, number = work.layout, work.at.pipeline
-    here, mode, every = layout.stages_of(number), work.checkpointing, work.checkpoint_every
+    here, mode = layout.stages_of(number), (work.checkpointing, work.checkpoint_every)
     largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
     parts = []
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
     for stage, cost in zip(here, stages, strict=True):
         own_input = stage - 1 in here
-        key = id(cost), mode, every, layout.pipeline > 1, in_two, own_input, largest
+        key = id(cost), mode, layout.pipeline > 1, in_two, own_input, largest
         if key not in known:
             known[key] = StageBytes(cost, work, in_two=in_two, own_input=own_input, largest=largest)
         parts.append(known[key])

@@ -82,9 +82,9 @@ class RankWalk:
         """Walk through the actions at which the rank holds most, and through the last backwards."""
         work, layout, number = self.work, self.work.layout, self.work.at.pipeline
         here = layout.stages_of(number)
-        kept, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
+        whole, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
         message = work.between_blocks if self.cut else 0
-        asked = work.schedule, layout, work.micro_batches, number, kept, halfway, message
+        asked = work.schedule, layout, work.micro_batches, number, whole, halfway, message
         several = work.micro_batches > 1
         instants = [(instant, not several) for instant in heaviest(*asked)]
         if several and self.in_last:
@@ -104,9 +104,9 @@ class RankWalk:
         for place, stage in enumerate(self.stages):
             self._first_forward(place, stage)
 
-    def note(self, more: float, *, loss: bool = False) -> None:
-        """Note the bytes of an instant: what is held now, and ``more``."""
-        size = self.now + more + self.left - self.missing - self.dropped
+    def note(self, beside: float, *, loss: bool = False) -> None:
+        """Note the bytes of an instant: what is held now, and what is ``beside``."""
+        size = self.now + beside + self.left - self.missing - self.dropped
         if loss not in self.peaks or size > self.peaks[loss].bytes:
             self.peaks[loss] = Peak(
                 size, self.resident, self.messages, self.missing - self.before, self.dropped

@@ -36,11 +36,11 @@ class StageBytes:
         self, stage: StageCost, work: Work, *, in_two: bool, own_input: bool, largest: float
     ) -> None:
         self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
-        mode, every = work.checkpointing, work.checkpoint_every
+        mode, interval = work.checkpointing, work.checkpoint_every
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
 
         def saved(number: int, piece: Piece) -> Trace:
-            return piece.under(mode if checkpointed(number, mode, every) else "none")
+            return piece.under(mode if checkpointed(number, mode, interval) else "none")
 
         blocks = [(piece, saved(number, piece)) for number, piece in stage.blocks.items()]
         reached = [pair for number, pair in zip(stage.blocks, blocks, strict=True) if number in stage.reached]
