@@ -54,8 +54,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute one attention call of transformers' code; it wants (B, S, H, E)."""
     if _WATCHERS:
-        watched = [q_BHSE, k_BKSE, v_BKSE, *([] if s_aux is None else [s_aux])]
-        return _WATCHERS[-1](module, watched, attention_mask, sliding_window, rest)
+        everything = (q_BHSE, k_BKSE, v_BKSE, s_aux, attention_mask, *rest.values())
+        read = [x for x in everything if isinstance(x, Tensor) and x.is_floating_point()]
+        return _WATCHERS[-1](module, read, attention_mask, sliding_window, rest)
     inputs = getattr(attention_mask, "trilith", None)
     if inputs is None:
         raise BadInput(
@@ -129,16 +130,16 @@ def watched(seen: list[Seen]) -> Iterator[None]:
     callers = set[nn.Module]()
 
     def note(
-        module: nn.Module, inputs: list[Tensor], mask: Any, window: int | None, rest: dict[str, Any]
+        module: nn.Module, read: list[Tensor], mask: Any, window: int | None, rest: dict[str, Any]
     ) -> tuple[Tensor, None]:
         # A cache has one set of keys for a module.
         strange = unknown(rest) or ("a second set of keys" if module in callers else "")
         callers.add(module)
         causal = rest.get("is_causal", getattr(module, "is_causal", True))
         seen.append(Seen(type(module).__name__, getattr(mask, "trilith", None), window, strange, causal))
-        batch, heads, length, _ = inputs[0].shape
-        read = torch.stack([x.sum() for x in inputs]).sum()  # so that all of them have a gradient
-        return read.expand(batch, length, heads, inputs[2].shape[-1]), None
+        batch, heads, length, _ = read[0].shape
+        total = torch.stack([x.sum().to(read[0].dtype) for x in read]).sum()  # all of them have a gradient
+        return total.expand(batch, length, heads, read[2].shape[-1]), None
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Any = None, **rest: Any

@@ -253,6 +253,7 @@ def test_what_logits_of_tokens_do_not_read_is_kept_and_not_trained():
     assert all(name in still for name, _ in model.named_parameters() if name.startswith(tuple(parts)))
     _, last = made.stages_on_meta(config, Layout.of(pipeline=2))
     assert not [name for name, _ in last.named_parameters() if "vision" in name]
+    assert not probed(family("doge").from_hf(tiny("doge"))).idle  # whose attention masks have gradients
 
 
 def test_first_values_follow_transformers_laws():
