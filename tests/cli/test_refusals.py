@@ -286,7 +286,7 @@ def test_nproc_is_the_layout_s_ranks(recipe, tmp_path, ranks, code):
     words = ["train", str(recipe), "layout.data=2", "--nproc", ranks, "--quiet"]
     (ended,) = run_fresh(launch_forked, 1, run, words, str(tmp_path), process_group=False)
     assert ended == code, ended.output
-    assert code == 0 or "expected 2 ranks = data 2, found 3 started" in ended.output
+    assert code == 0 or "layout: expected 2 ranks = data 2, found 3 started" in ended.output
 
 
 def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, capfd):
