@@ -3,9 +3,8 @@
 Rank 0 does both in threads, because no rank should wait for thousands of files or for a network.
 """
 
-from collections import deque
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -29,25 +28,38 @@ class LatestOnly(Generic[T]):
     """
 
     def __init__(self, name: str, work: Callable[[T], None]) -> None:
-        self._work, self._next = work, deque[T](maxlen=1)
-        # A program that just ends waits for its thread.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._last: list[Future[None]] = []
+        self._name, self._work = name, work
+        self._lock = threading.Lock()
+        self._next: list[T] = []
+        self._thread: threading.Thread | None = None
 
     def begin(self, item: T) -> None:
         """Begin the work on ``item``; if the thread is busy, make it the next item. Returns at once."""
-        self._next.append(item)
-        # Ctrl-C may interrupt this: there is nothing to wait for then.
-        self._last = [self._thread.submit(self._run)]
+        with self._lock:
+            self._next = [item]
+            if self._thread is not None and self._thread.is_alive():
+                return  # it looks once more before it ends
+            # Not a daemon: a program that just ends waits for it.
+            thread = threading.Thread(target=self._run, name=self._name)
+            thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
+            self._thread = thread
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is left to do, at most this many seconds."""
-        wait(self._last, timeout)
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
 
     def _run(self) -> None:
-        with suppress(IndexError):  # an earlier call took the last item
-            item = self._next.pop()
+        while True:
+            with self._lock:
+                if not self._next:
+                    self._thread = None
+                    return
+                item = self._next.pop()
             self._work(item)
+            del item  # with what it holds
 
 
 class AfterCommit:

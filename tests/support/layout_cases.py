@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ from trilith.checkpoints import load, save
 from trilith.data import Batch
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
-from trilith.parallel_state.process_groups import new_group
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.collectives import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
@@ -181,39 +179,10 @@ def observe(rows: Sequence[Row], folder: str) -> list[RankRecord]:
     if any(row.case.device == "cuda" for row in rows):
         share_gpu()
     records = []
-    start = _starter()
     for number, row in enumerate(rows):
         print(f"row {row.why!r}", file=sys.stderr)  # the error of a rank ends with what it wrote
-        records.append(_Run(row, Path(folder) / str(number), start).record)
+        records.append(_Run(row, Path(folder) / str(number)).record)
     return records
-
-
-def mesh_of(layout: Layout) -> tuple[object, ...]:
-    """Return what decides which ranks are in a layout's groups."""
-    sizes = layout.data_sizes(), layout.data_sizes(experts=True)
-    return layout.pipeline, layout.context, layout.tensor, layout.expert, sizes
-
-
-def _starter() -> Callable[..., ParallelState]:
-    """Return what starts the states of a call. Those of equal meshes have the same groups: each has threads
-    that wake a hundred times a second until the call ends.
-    """
-    known: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
-
-    def start(layout: Layout, device: str) -> ParallelState:
-        groups, mesh = [], mesh_of(layout)
-        earlier = iter(known.get(mesh, ()))
-
-        def group(*ranks_and_timeout: Any, **backend: Any) -> dist.ProcessGroup:
-            groups.append(next(earlier) if mesh in known else new_group(*ranks_and_timeout, **backend))
-            return groups[-1]
-
-        with patch("trilith.parallel_state.state.new_group", group):
-            state = ParallelState.start(layout, device=device)
-        known[mesh] = groups
-        return state
-
-    return start
 
 
 class _Run:
@@ -222,11 +191,11 @@ class _Run:
     So a row of neither that only asks what a step sends takes one.
     """
 
-    def __init__(self, row: Row, folder: Path, start: Callable[..., ParallelState]) -> None:
-        self.row, self.case, self.record, self.start = row, row.case, RankRecord(), start
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row, self.case, self.record = row, row.case, RankRecord()
         #: What a step sends does not depend on the numbers: weights need not change.
         self.trains = row.tolerance is not None or bool(row.holds) or row.resumes is not None
-        self.state = start(self.case.layout, device=self.case.device)
+        self.state = ParallelState.start(self.case.layout, device=self.case.device)
         if row.holds:
             gc.collect()
         # From before there is a weight: FSDP keeps some where no parameter shows them. It is left while
@@ -314,20 +283,11 @@ class _Run:
     def _resume(self, folder: Path, layout: Layout) -> None:
         """Take the second step from the checkpoint that was written after the first."""
         before = pieces(self.parts.model, self.state)
-        after = self._second_step(self.case, folder)
+        after = _second_step(self.case, folder)
         assert before.keys() == after.keys()
         self.record.resumed = [name for name in before if not torch.equal(before[name][2], after[name][2])]
         other = replace(self.case, layout=layout, split=None, schedule="1f1b")
-        self.record.elsewhere = shares_of(self._second_step(other, folder))
-
-    def _second_step(self, case: Case, folder: Path) -> Pieces:
-        state = self.start(case.layout, device=case.device)
-        parts = _started(case, state, filled=False)
-        load(folder, parts.model, parts.optimizer)
-        parts.step.launch(rank_batch(case, 1, state))
-        clip_gradients(parts.model, case.clip, state=state)
-        parts.optimizer.step()
-        return pieces(parts.model, state)
+        self.record.elsewhere = shares_of(_second_step(other, folder))
 
 
 def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
@@ -337,6 +297,16 @@ def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
         initialize(parts.model, case.seed, state=state)
         roughen(parts.model, case.seed, state)
     return parts
+
+
+def _second_step(case: Case, folder: Path) -> Pieces:
+    state = ParallelState.start(case.layout, device=case.device)
+    parts = _started(case, state, filled=False)
+    load(folder, parts.model, parts.optimizer)
+    parts.step.launch(rank_batch(case, 1, state))
+    clip_gradients(parts.model, case.clip, state=state)
+    parts.optimizer.step()
+    return pieces(parts.model, state)
 
 
 def sent_in(operators: Operators, state: ParallelState) -> Totals:
@@ -434,7 +404,7 @@ class Layouts:
     fails, because then they disturb one another. No question runs a row again.
     """
 
-    def __init__(self, *table: Row | Iterable[Row], at_once: int = 8) -> None:
+    def __init__(self, *table: Row | Iterable[Row], at_once: int = 4) -> None:
         self.rows, self.at_once = rows_of(table), at_once
         names = [row.why for row in self.rows]
         if len({*names}) < len(names):
@@ -459,8 +429,6 @@ class Layouts:
         names = {one.why for one in self.rows} - {row.why, *self._records, *self._failed}
         world = row.case.layout.world
         waiting = [one for one in chosen if one.case.layout.world == world and one.why in names]
-        mesh = mesh_of(row.case.layout)
-        waiting.sort(key=lambda one: mesh_of(one.case.layout) != mesh)  # equal ones have the same groups
         return waiting[: self.at_once - 1]
 
     def _run(self, rows: Sequence[Row]) -> None:
