@@ -78,7 +78,7 @@ def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp():
 
 def test_over_data_ranks_a_model_that_is_not_shared_is_refused():
     state = ParallelState.stand_in(Layout(data_replicate=2))
-    with pytest.raises(BadInput, match=r"shared over data=2 ranks, found none. Call shard_over_data"):
+    with pytest.raises(BadInput, match=r"shared over data=2, found none. Call shard_over_data"):
         Step(model := model_alone(state), TokenLoss(model), micro_batch=1)
 
 

@@ -712,7 +712,7 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         "data.arguments: expected a table, or a list of 1",
         data={"arguments": [{}, {}]},
     ),
-    own("shares", "data.weights: expected 1 numbers", data={"weights": [1.0, 2.0]}),
+    own("shares", "data.weights: expected 1 number,", data={"weights": [1.0, 2.0]}),
     own(
         "documents of items",
         "data.documents: expected absent with data.module",

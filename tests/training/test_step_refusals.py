@@ -130,7 +130,7 @@ test_what_a_step_cannot_train_is_refused = refusals(
         "samples-for-3-ranks",
         "a multiple of data=3, found 4",
     ),
-    under(Layout(data_replicate=2), at_once, "not-shared-over-data", "shared over data=2 ranks"),
+    under(Layout(data_replicate=2), at_once, "not-shared-over-data", "shared over data=2"),
     under(Layout(context=2), at_once, "context", "context: expected 1"),
     *(
         under(SEQUENCE, call, f"{why}-without-a-sequence", NO_SEQUENCE)
