@@ -230,7 +230,7 @@ class Adopted(CausalLM):
         return self.own_attention
 
     @property
-    def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]  # not a second child
+    def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]  # no attribute: blocks have one parent
         """Return this rank's blocks by their numbers."""
         places = self.__dict__["blocks"]._modules
         return {str(number): places[str(number)] for number in self.stage.blocks if str(number) in places}

@@ -159,9 +159,9 @@ def masks_between_cut_linears(raw, layout):
     from transformers.models.arcee.modeling_arcee import ArceeMLP
 
     def forward(module, x):
-        kept = torch.nn.functional.dropout(module.up_proj(x), 0.5, module.training)
-        masks.append(kept.detach() == 0)
-        return module.down_proj(module.act_fn(kept))
+        dropped = torch.nn.functional.dropout(module.up_proj(x), 0.5, module.training)
+        masks.append(dropped.detach() == 0)
+        return module.down_proj(module.act_fn(dropped))
 
     masks, state = [], ParallelState.start(layout)
     with InFp64(), torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
