@@ -57,6 +57,11 @@ def with_machine(name: str) -> str:
     return f"{model}, {int(gpus.removesuffix('s').removesuffix('gpu')):,} x H100"
 
 
+def speeds() -> None:
+    speed("speed_training.png", ("training",))
+    speed("speed_files.png", ("conversion", "resharding", "saving"))
+
+
 def speed(picture: str, benchmarks: tuple[str, ...]) -> None:
     tables = [json.loads((HERE / "results" / f"{name}.json").read_text())["rows"] for name in benchmarks]
     rows = [row for table in tables for row in table if row["unit"] == "x" and row["goal"].startswith(">=")]
@@ -174,7 +179,6 @@ def save(figure: Figure, axes: Axes, name: str) -> None:
 
 if __name__ == "__main__":
     memory()
-    speed("speed_training.png", ("training",))
-    speed("speed_files.png", ("conversion", "resharding", "saving"))
+    speeds()
     grid()
     rooms()

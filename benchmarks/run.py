@@ -50,7 +50,7 @@ def main() -> None:
         write_results(options.results / name, TITLES[name], rows, facts)
         print((options.results / f"{name}.md").read_text())
     if options.results == HERE / "results":
-        importlib.import_module("pictures").speed()
+        importlib.import_module("pictures").speeds()
 
 
 if __name__ == "__main__":

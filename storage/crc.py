@@ -4,7 +4,7 @@ The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python
 """
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -79,6 +79,15 @@ class Checksum:
                 return
         self._begins.insert(at, offset)
         self._pieces.insert(at, (length, crc))
+
+    def between(self, begin: int, end: int) -> int | None:
+        """Return the CRC-32 of these bytes; ``None`` if some were not seen, or a stretch crosses an end."""
+        with self._lock:
+            at, crc = bisect_left(self._begins, begin), 0
+            while begin < end and self._begins[at : at + 1] == [begin]:
+                length, piece = self._pieces[at]
+                crc, begin, at = combine(crc, piece, length), begin + length, at + 1
+        return crc if begin == end else None
 
     def gaps(self, size: int) -> list[tuple[int, int]]:
         """Return the ``(offset, length)`` of each part of a file of ``size`` bytes that was not seen."""

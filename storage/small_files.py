@@ -14,6 +14,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -197,16 +198,16 @@ class Journal(Generic[Record]):
 
 JOURNAL = "journal.jsonl"
 
-#: Bytes after which what was written is synced and noted: a kill costs at most about so much work.
-EVERY = 1 << 30
+#: Bytes after which what was written is synced and noted: a kill costs at most about twice so much work.
+EVERY = 1 << 29
 
 
 class FinishedWork:
     """Keep a journal of the pieces of work whose bytes are on the disk. Several threads may use it at once.
 
     ``done``: for the number of each piece, the CRC-32 of each tensor that it wrote. Before a piece counts as
-    done, these sums are compared with the files. ``sync`` flushes everything written so far to the disk; it
-    is called after every ``sync_interval`` bytes.
+    done, these sums are compared with the files. ``sync`` flushes everything written so far to the disk; a
+    thread calls it after every ``sync_interval`` bytes, while further work goes on.
     """
 
     def __init__(
@@ -218,15 +219,33 @@ class FinishedWork:
         self._pending: list[tuple[int, Callable[[], list[int]]]] = []
         self._bytes = 0
         self._lock = Lock()
+        self._thread = ThreadPoolExecutor(1, "sync")
+        self._syncing: Future[None] | None = None
 
     def note(self, number: int, nbytes: int, sums: Callable[[], list[int]]) -> None:
-        """Note that a piece of work was written; a later call flushes it to the disk and records its sums."""
+        """Note that a piece of work was written; a later call has it flushed and its sums recorded.
+
+        Raises what the flush before raised.
+        """
         with self._lock:
             self._pending.append((number, sums))
             self._bytes += nbytes
             if self._bytes < self._interval:
                 return
             finished, self._pending, self._bytes = self._pending, [], 0
-            self._sync()
-            self._journal.add([(number, read()) for number, read in finished])
-            fault("convert.noted", rank=0)
+            self.wait()
+            self._syncing = self._thread.submit(self._record, finished)
+
+    def wait(self) -> None:
+        """Wait until the last flush has ended. Raises what it raised."""
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def close(self) -> None:
+        """Wait for the last flush, whatever it met, and end the thread."""
+        self._thread.shutdown()
+
+    def _record(self, finished: list[tuple[int, Callable[[], list[int]]]]) -> None:
+        self._sync()
+        self._journal.add([(number, read()) for number, read in finished])
+        fault("convert.noted", rank=0)

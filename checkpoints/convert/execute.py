@@ -80,8 +80,12 @@ def execute(
     try:
         for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
             done.result()
+        if finished is not None:
+            finished.wait()
     finally:
         pool.shutdown(cancel_futures=True)
+        if finished is not None:
+            finished.close()
     work.report.zeros -= work.not_zero
     work.report.vanished = set(work.report.underflows) - work.left
     return work.report

@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import suppress
+from threading import Event
 from unittest import mock
 
 import pytest
@@ -118,13 +119,44 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path):
     assert not (tmp_path / "j").exists()
     journal.note(4, 5, lambda: [2, 3])
     journal.note(7, 10, lambda: [])
+    journal.wait()
     assert len(synced) == 2
     with (tmp_path / "j").open("ab") as file:
         file.write(b"[[9, [1")
     again = FinishedWork(tmp_path / "j", lambda: None, sync_interval=1)
     assert again.done == {3: [1], 4: [2, 3], 7: []}
     again.note(8, 1, lambda: [9])
+    again.close()
     assert FinishedWork(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}
+
+
+def test_work_goes_on_while_what_was_written_is_flushed_and_a_failure_ends_it(tmp_path):
+    goes_on = Event()
+
+    def sync():
+        assert goes_on.wait(20)
+        raise OSError("no such disk")
+
+    journal = FinishedWork(tmp_path / "j", sync, sync_interval=1)
+    journal.note(1, 1, lambda: [1])  # returns
+    goes_on.set()
+    with pytest.raises(OSError, match="no such disk"):
+        journal.note(2, 1, lambda: [2])
+    journal.close()
+    assert FinishedWork(tmp_path / "j", lambda: None).done == {}
+
+
+@pytest.mark.parametrize("form", ["to-sharded", "reshard"])
+def test_of_an_output_with_checksums_nothing_is_read_for_the_journal(tmp_path, sources, form, monkeypatch):
+    def read(fd, begin, end):
+        raise AssertionError(f"bytes {begin} to {end} are read again")
+
+    monkeypatch.setattr("trilith.storage.safetensors_writer.crc_of", read)
+    name, arguments = FORMS[form]
+    convert_noting(sources / name, tmp_path / "out", arguments)
+    monkeypatch.undo()
+    convert(sources / name, tmp_path / "whole", **arguments)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(tmp_path, sources):
