@@ -26,7 +26,7 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Describe a finished file: its bytes and their CRC-32 (0 if it was not asked for)."""
+    """Describe a finished file: its bytes and their CRC-32."""
 
     size: int
     crc: int
@@ -37,9 +37,9 @@ class TensorWriter:
 
     ``tensors``: for each name its ``(dtype, shape)``, the dtype by safetensors' name. ``entries``: where each
     tensor lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
-    file may exist, left by a killed process; ``take`` says which tensors it holds already. ``checksum=False``
-    saves the time of a checksum that nobody stores (Hugging Face folders). With ``overlap`` a thread computes
-    it while the bytes are written; the caller then leaves the tensors unchanged until ``close``.
+    file may exist, left by a killed process; ``take`` says which tensors it holds already. With ``overlap`` a
+    thread computes the checksum while the bytes are written; the caller then leaves the tensors unchanged
+    until ``close``.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class TensorWriter:
         metadata: Mapping[str, str] | None = None,
         disk: Disk | None = None,
         again: bool = False,
-        checksum: bool = True,
         overlap: bool = False,
     ):
         header, self.entries = build_header(tensors, metadata or {})
@@ -58,9 +57,9 @@ class TensorWriter:
         self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
         self._disk = disk or Disk()
         begins = (entry.begin for entry in self.entries.values())
-        self._checksum = Checksum(apart=begins) if checksum else None
+        self._checksum = Checksum(apart=begins)
         self._lock = Lock()
-        self._pool = ThreadPoolExecutor(1, "checksum") if overlap and checksum else None
+        self._pool = ThreadPoolExecutor(1, "checksum") if overlap else None
         self._sums: list[Future[int]] = []
         self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
         with writing(path):
@@ -93,14 +92,13 @@ class TensorWriter:
     def sum_of(self, name: str) -> int:
         """Return the CRC-32 of a tensor's bytes: as they were written, or else as they are in the file."""
         entry = self.entries[name]
-        known = None if self._checksum is None else self._checksum.between(entry.begin, entry.end)
+        known = self._checksum.between(entry.begin, entry.end)
         return crc_of(self._fd, entry.begin, entry.end) if known is None else known
 
     def take(self, name: str, crc: int) -> None:
         """Note that the file holds the whole tensor already, with this ``sum_of``."""
         entry = self.entries[name]
-        if self._checksum is not None:
-            self._checksum.known(entry.begin, entry.nbytes, crc)
+        self._checksum.known(entry.begin, entry.nbytes, crc)
         self._written(name, prod(entry.shape))
 
     def _written(self, name: str, elements: int) -> None:
@@ -116,16 +114,15 @@ class TensorWriter:
         """Flush the file to the disk and return its size and checksum."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
-        crc, file_size = 0, os.fstat(self._fd).st_size
+        file_size = os.fstat(self._fd).st_size
         if file_size != self.size:
             raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {file_size:,} are there")
         for future in self._sums:
             future.result()
-        if self._checksum is not None:
-            self._checksum.fill_gaps(self._fd, [(0, self.size)])
-            if gaps := self._checksum.gaps(self.size):
-                raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
-            crc = self._checksum.value(self.size)
+        self._checksum.fill_gaps(self._fd, [(0, self.size)])
+        if gaps := self._checksum.gaps(self.size):
+            raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
+        crc = self._checksum.value(self.size)
         self.sync()
         self.abandon()
         return Written(self.size, crc)
@@ -145,7 +142,7 @@ class TensorWriter:
         crc: int | None = None,
         sum_now: bool = True,
     ) -> None:
-        if not sum_now or self._checksum is None:
+        if not sum_now:
             self._put(data, offset)
         elif crc is not None:
             self._checksum.add(offset, data.data, crc)

@@ -33,7 +33,7 @@ def open_file(path: Path, tensors: Mapping[str, Spec], *, again: bool = False) -
     """Return what writes a file of weights as transformers does; ``again``: as for ``TensorWriter``."""
     spec = {name: tensors[name] for name in sorted(tensors, key=lambda n: (-BITS[tensors[n][0]], n))}
     # Without a checksum: a Hugging Face folder has no place for one.
-    return TensorWriter(path, spec, metadata={"format": "pt"}, again=again, checksum=False)
+    return TensorWriter(path, spec, metadata={"format": "pt"}, again=again)
 
 
 def write_config_and_index(

@@ -102,6 +102,8 @@ class AdoptedConfig(ModelConfig):
             todo = (
                 "Set is_decoder to true" + " and is_encoder_decoder to false: its decoder trains alone" * two
             )
+            if parts := ", ".join(sorted(getattr(config, "sub_configs", {}))):
+                todo = f"Models that are made of others ({parts}) are not taken"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
 
         def number(name: str, default: int) -> int:

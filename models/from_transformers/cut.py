@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ...layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, Stage
+from ...layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    Stage,
+    gather_from_tensor,
+    split_to_tensor,
+)
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
 from ..base.keys import names
 from .config import AdoptedConfig, text_of
@@ -27,7 +34,7 @@ from .layers import (
 from .meta import OnMeta
 from .probe import Probed
 from .proved import better_plans
-from .sequence import drop_parts_apart, enter_and_leave, regions_of, without_sequence
+from .sequence import drop_parts_apart, enter, leave, regions_of, without_sequence
 
 #: Of transformers' tensors that we hold in pieces: our names, in order, and the dim along which they lie.
 Fused = dict[str, tuple[tuple[str, ...], int]]
@@ -155,20 +162,30 @@ def cut_modules(
     ends = tied and not (stage.first and stage.last)
     law = made.laws[f"{paths[embedding]}.weight"]
     head_law = law if tied else made.laws[f"{paths[head]}.weight"]
-    cut_embedding(embedding, kind, ends=ends, law=law, state=state)
-    own = None if tied and head.bias is None else head_of(head, kind, law=head_law, state=state)
+    whole = None if state is None or not here.sequence else without_sequence(state)
+    # Positions are added to the embeddings of all tokens, and such code may view what blocks made likewise.
+    at_ends = whole if whole and {*shown.entry} != {paths[embedding]} else state
+    cut_embedding(embedding, kind, ends=ends, law=law, state=at_ends)
+    own = None if tied and head.bias is None else head_of(head, kind, law=head_law, state=at_ends)
     put(model, paths[head], placed(head, TiedHead(embedding, own) if tied else own))
     inner = _inner(model, shown, stage)
-    whole = None if state is None or not here.sequence else without_sequence(state)
     places = [f"{shown.blocks}.{number}" for number in stage.blocks] if shown.blocks and whole else []
     regions = [region for place in places for region in regions_of(model.get_submodule(place), place)]
     for path, module in [*model.named_modules()]:
         if path == paths[head] or module is embedding or module not in inner:
             continue
-        cutter.state = whole if any(f"{path}.".startswith(f"{region}.") for region in regions) else state
+        in_region = any(f"{path}.".startswith(f"{region}.") for region in regions)
+        outer = at_ends if not f"{path}.".startswith(f"{shown.blocks}.") else state
+        cutter.state = whole if in_region else outer
         _cut_module(cutter, plan, path, module)
     for region in regions:
-        enter_and_leave(model.get_submodule(region), cfg.hidden_size, here)
+        enter(model.get_submodule(region), cfg.hidden_size, here, gather_from_tensor)
+        leave(model.get_submodule(region), cfg.hidden_size, here, split_to_tensor)
+    if at_ends is not state:
+        if stage.first:
+            enter(model.get_submodule(places[0]), cfg.hidden_size, here, split_to_tensor)
+        if stage.last:
+            leave(model.get_submodule(places[-1]), cfg.hidden_size, here, gather_from_tensor)
     if here.tensor.size > 1 and cfg.drops:
         for module in inner:
             drop_parts_apart(module, here)

@@ -180,7 +180,7 @@ class Adopted(CausalLM):
             named["input_ids"] = x
         else:
             # The first own block is given x in the place of what the model makes of these.
-            named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self.embedding_width)
+            named["inputs_embeds"] = x.new_zeros(len(x), length, self.embedding_width)
         run = hf if stage.last else hf.base_model
         with self._only(stage, None if stage.first else x) as noted:
             out = run(**named)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import RowParallelLinear, gather_from_tensor, split_to_tensor
+from ...layers import RowParallelLinear
 from ...parallel_state import ParallelState
 from ...parallel_state.engine import accelerator
 from .layers import SplitRow, gives_parts
@@ -35,23 +35,33 @@ def regions_of(block: nn.Module, path: str) -> list[str]:
     ]
 
 
-def enter_and_leave(module: nn.Module, width: int, state: ParallelState) -> None:
-    """Gather the tokens of what a region is given, and split what it gives, in place."""
+#: Gathers or splits a tensor along a dim.
+Change = Callable[..., Tensor]
 
-    def changed(x: Any, change: Callable[..., Tensor]) -> Any:
-        if isinstance(x, tuple):
-            return tuple(changed(part, change) for part in x)
-        states = isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] == width and x.is_floating_point()
-        return change(x, state, dim=1) if states else x
 
-    def enter(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        return changed(args, gather_from_tensor), {
-            name: changed(x, gather_from_tensor) if name in ("hidden_states", "x", "residual") else x
+def enter(module: nn.Module, width: int, state: ParallelState, change: Change) -> None:
+    """Gather or split the tokens of what a module is given, in place."""
+
+    def entered(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        return _changed(args, width, state, change), {
+            name: _changed(x, width, state, change) if name in ("hidden_states", "x", "residual") else x
             for name, x in named.items()
         }
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(lambda module, args, output: changed(output, split_to_tensor))
+    module.register_forward_pre_hook(entered, with_kwargs=True)
+
+
+def leave(module: nn.Module, width: int, state: ParallelState, change: Change) -> None:
+    """Gather or split the tokens of what a module gives, in place."""
+    module.register_forward_hook(lambda module, args, output: _changed(output, width, state, change))
+
+
+def _changed(x: Any, width: int, state: ParallelState, change: Change) -> Any:
+    """Change hidden states, (B, S, D) or (tokens, D), among what a module is given or gives."""
+    if isinstance(x, tuple):
+        return tuple(_changed(part, width, state, change) for part in x)
+    states = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == width and x.is_floating_point()
+    return change(x, state, dim=x.dim() - 2) if states else x
 
 
 def drop_parts_apart(owner: nn.Module, state: ParallelState) -> None:

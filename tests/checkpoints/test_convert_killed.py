@@ -146,8 +146,8 @@ def test_work_goes_on_while_what_was_written_is_flushed_and_a_failure_ends_it(tm
     assert FinishedWork(tmp_path / "j", lambda: None).done == {}
 
 
-@pytest.mark.parametrize("form", ["to-sharded", "reshard"])
-def test_of_an_output_with_checksums_nothing_is_read_for_the_journal(tmp_path, sources, form, monkeypatch):
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_of_an_output_is_read_for_the_journal(tmp_path, sources, form, monkeypatch):
     def read(fd, begin, end):
         raise AssertionError(f"bytes {begin} to {end} are read again")
 

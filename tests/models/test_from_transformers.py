@@ -98,6 +98,8 @@ def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
         ("bamba", "pipeline"),  # whose blocks give tuples
         ("llama4_text", "tensor"),  # whose stacks of experts are transposed
         ("mimo_v2_flash", "tensor"),  # whose attention has a parameter for each head
+        ("gpt2", "sequence"),  # which adds positions to embeddings, and views what the last block made
+        ("opt", "sequence"),  # whose blocks flatten tokens
     ],
 )
 def test_an_axis_of_a_type_equals_one_process(kind, axis):
@@ -236,7 +238,12 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
 
 
 def test_an_encoder_is_refused_and_the_decoder_of_two_named():
-    for kind, says in (("bert", "Set is_decoder"), ("bart", ".* its decoder trains alone")):
+    whole = "Models that are made of others .audio_encoder, decoder, text_encoder. are not taken"
+    for kind, says in (
+        ("bert", "Set is_decoder"),
+        ("bart", ".* its decoder trains alone"),
+        ("musicgen", whole),
+    ):
         with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
 
