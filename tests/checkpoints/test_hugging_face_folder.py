@@ -260,7 +260,6 @@ def test_transformers_reads_what_is_written(tmp_path, most):
             file.write(name, Box.whole(tuple(state[name].shape)), state[name])
     written = [file.close() for file in files]
     write_config_and_index(target, raw, files)
-    assert {one.crc for one in written} == {0}  # nobody asks for a sum, and it is not free
 
     folder = HFFolder(target)
     assert {name: one.parts[0].stored.file.path for name, one in folder.catalog.items()} == {

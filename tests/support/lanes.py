@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-#: One lane more than cores: some tests wait for timers. ``pytest -n 4`` uses four, ``-n 0`` none.
-LANES = 1 + (os.cpu_count() or 1)
+#: A lane with the processes of its tests keeps one core busy; more get in each other's way. ``-n 0``: none.
+LANES = max(2, os.cpu_count() or 1)
 #: Options of somebody who looks for one failure, which lanes would hide or reorder.
 _ONE_PROCESS = ("keyword", "lf", "failedfirst", "stepwise", "usepdb", "trace", "collectonly")
 
