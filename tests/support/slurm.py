@@ -24,7 +24,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
 AuthType=auth/none
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=5
 CredType=cred/none
 PluginDir={plugins}
 StateSaveLocation={folder}/state
@@ -37,7 +37,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
-KillWait=5
+KillWait=2
 SchedulerParameters=sched_interval=1
 SlurmdTimeout=10
 SlurmctldTimeout=10
