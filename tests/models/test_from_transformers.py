@@ -33,6 +33,7 @@ from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
 from trilith.models.from_transformers.layers import cut_embedding
+from trilith.models.from_transformers.meta import on_meta
 from trilith.models.from_transformers.probe import probed
 from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
@@ -505,6 +506,13 @@ def test_an_embedding_with_an_option_that_ours_lacks_is_refused(option):
     module = torch.nn.Embedding(8, 4, **{option: True})
     with pytest.raises(BadInput, match=rf"embedding: .*{option}.*, found Embedding\(8, 4, {option}=True\)"):
         cut_embedding(module, "arcee", ends=False, initial=OWN, state=None)
+
+
+@of_this_version
+def test_a_buffer_that_cannot_be_declared_is_named_itself_in_the_refusal():
+    config = family("deepseek_v4").from_hf(tiny("deepseek_v4"))
+    with pytest.raises(BadInput, match=r"^deepseek_v4: model\.layers\.0\..*: expected floating numbers"):
+        on_meta(config, attention=None)
 
 
 def test_a_type_of_the_zoo_stays_the_zoos():
