@@ -53,11 +53,11 @@ def load(
 
     Collective. ``path``: a checkpoint, the folder of several or of a run (the newest complete one is taken),
     a Hugging Face folder, an id of the hub, a URL. Without a ``model`` the family that the folder names makes
-    it in ``dtype``, as this rank's part of the layout of ``state``. A model that is given may be cut, sharded
-    by FSDP, a stage; weights are cast to its dtype and padding becomes zero. With an ``optimizer`` its state
-    is restored, bit for bit, so its dtype must be that of the checkpoint. ``adapter``: a PEFT folder or a
-    checkpoint of LoRA adapters to add to the base in ``path``; a ``path`` of adapters fills the base that it
-    names as well, unless the model has it from an earlier call.
+    it on the CPU in ``dtype``, as this rank's part of the layout of ``state``. A given model may be cut,
+    sharded by FSDP, a stage of a pipeline; weights are cast to its dtype and padding becomes zero. With an
+    ``optimizer`` its state is restored, bit for bit, so its dtype must be that of the checkpoint.
+    ``adapter``: a PEFT folder or a checkpoint of LoRA adapters to add to the base in ``path``; a ``path`` of
+    adapters fills the base that it names as well, unless the model has it from an earlier call.
 
     Every byte of a checkpoint is compared with its checksum. Raises ``BadInput`` or ``BadCheckpoint``, the
     same on every rank, for a source of another model, and for an optimizer whose state is not there.

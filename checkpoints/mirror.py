@@ -40,13 +40,13 @@ class Mirror:
         """Refuse an unfit place, before the run begins; raises ``BadInput``.
 
         A place is unfit if it is inside ``root`` or contains it, if it cannot be written to,
-        if it has checkpoints of another model, or if it has any checkpoint while ``root`` has none.
+        if its newest whole copy is of another model, or if it has any checkpoint while ``root`` has none.
         """
         url, local = self.folder.url, self.folder.local
         if local is not None:
             check_outside(local, [root])
             place, run = (Path(os.path.realpath(each)) for each in (local, root))
-            if run in (place, *place.parents):  # and the run's folder is not there yet
+            if run in (place, *place.parents):  # check_outside sees no folder that is not there yet
                 raise BadInput(url, expected="a place outside the run's folder", found="one in it")
             if place in run.parents:
                 raise BadInput(url, expected="a place outside the run's folder", found="one around it")

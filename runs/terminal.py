@@ -32,10 +32,11 @@ def plain_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool 
 
 
 class Terminal:
-    """Print a line after the first step, at multiples of ``interval`` and after the last step (``stop``).
+    """Print a line after the first step, at multiples of ``interval``, after each step that was skipped, and
+    after the last step of this run (``stop``; the default is ``steps``).
 
-    It has loss, gradient norm, learning rate, tokens a second, MFU, memory, time left. MFU counts half of
-    attention, as a causal mask leaves it; in brackets all of it.
+    It has loss, gradient norm, learning rate, tokens a second, MFU, memory, why the step was skipped, a slow
+    rank, time left. MFU counts half of attention, as a causal mask leaves it; in brackets all of it.
     """
 
     def __init__(self, *, steps: int, interval: int, stop: int | None = None, quiet: bool = False) -> None:

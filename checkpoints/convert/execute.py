@@ -117,7 +117,7 @@ class _Work:
         self.seen, self.finished, self.progress = seen, finished, progress
         self.report = Report()
         self.not_zero: set[str] = set()
-        #: Tensors of which a cast left more than zeros.
+        #: Tensors with a number other than zero after a cast.
         self.left: set[str] = set()
         self._lock = threading.Lock()
         self._scratch = threading.local()
@@ -228,6 +228,7 @@ class _Work:
         return made.nbytes, lost
 
     def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
+        """Return the numbers in the transfer's dtype; and how many of them that made infinite or zero."""
         cast = self._buffer("cast", tuple(numbers.shape), TORCH[transfer.dtype])
         cast.copy_(numbers)
         look, overflows, underflows = look_at(cast), 0, 0

@@ -57,7 +57,7 @@ class Cutter:
         """Put a linear of ours in the place of one of transformers', with its first values."""
         biased = module.bias is not None
         made = layer(module.in_features, module.out_features, biased, state=self.state, **options)
-        self._with_laws(made, path)
+        self._with_initials(made, path)
         put(self.made.model, path, placed(module, made))
         return made
 
@@ -67,15 +67,15 @@ class Cutter:
         parts = {str(number): each for number in range(count)}
         made = PackedColumn(module.in_features, parts, module.bias is not None, state=self.state)
         for number in parts:
-            self._with_laws(made.get_submodule(number), path)
+            self._with_initials(made.get_submodule(number), path)
         for leaf in ("weight", "bias") if module.bias is not None else ("weight",):
             self.fused[f"{path}.{leaf}"] = tuple(f"{path}.{number}.{leaf}" for number in parts), 0
         put(self.made.model, path, placed(module, made))
 
-    def _with_laws(self, module: nn.Module, path: str) -> None:
+    def _with_initials(self, module: nn.Module, path: str) -> None:
         stated = module.__dict__["declared"]
         for leaf in stated:
-            stated[leaf] = replace(stated[leaf], initial=self.made.laws[f"{path}.{leaf}"])
+            stated[leaf] = replace(stated[leaf], initial=self.made.initials[f"{path}.{leaf}"])
 
 
 Style = Callable[[Cutter, str, Any, Any], object]
@@ -160,13 +160,13 @@ def cut_modules(
     _check_shared(model, kind, embedding, head)
     tied = head.weight is embedding.weight
     ends = tied and not (stage.first and stage.last)
-    law = made.laws[f"{paths[embedding]}.weight"]
-    head_law = law if tied else made.laws[f"{paths[head]}.weight"]
+    initial = made.initials[f"{paths[embedding]}.weight"]
+    head_initial = initial if tied else made.initials[f"{paths[head]}.weight"]
     whole = None if state is None or not here.sequence else without_sequence(state)
     # Positions are added to the embeddings of all tokens, and such code may view what blocks made likewise.
     at_ends = whole if whole and {*shown.entry} != {paths[embedding]} else state
-    cut_embedding(embedding, kind, ends=ends, law=law, state=at_ends)
-    own = None if tied and head.bias is None else head_of(head, kind, law=head_law, state=at_ends)
+    cut_embedding(embedding, kind, ends=ends, initial=initial, state=at_ends)
+    own = None if tied and head.bias is None else head_of(head, kind, initial=head_initial, state=at_ends)
     put(model, paths[head], placed(head, TiedHead(embedding, own) if tied else own))
     inner = _inner(model, shown, stage)
     places = [f"{shown.blocks}.{number}" for number in stage.blocks] if shown.blocks and whole else []
@@ -214,7 +214,7 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
         return
     packed = (style_of(plan, f"{path}.gate_up_proj") or "").startswith("packed")
     if style == "moe_tp_experts" and (
-        dim := cut_experts(module, path, cutter.made.laws, here, packed=packed)
+        dim := cut_experts(module, path, cutter.made.initials, here, packed=packed)
     ):
         parts = tuple(f"{path}.{name}" for name in ("gate_proj", "up_proj"))
         cutter.fused[f"{path}.gate_up_proj"] = parts, dim
@@ -227,7 +227,7 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     if here.tensor.size > 1 and style in LINEARS and style != "replicate":
         expected, kind = f"a linear for the style {style}", cutter.cfg.model_type
         raise BadInput(kind, path, expected=expected, found=type(module).__name__, todo="Take tensor=1")
-    declare_rest(module, path, cutter.made.laws, here, partial=partial, cut=cuts)
+    declare_rest(module, path, cutter.made.initials, here, partial=partial, cut=cuts)
 
 
 def _check_shared(model: Any, kind: str, embedding: Any, head: Any) -> None:

@@ -147,7 +147,7 @@ class CutExperts(nn.Module):
 
 
 def cut_experts(
-    module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState, *, packed: bool
+    module: Any, path: str, initials: Mapping[str, Initial], state: ParallelState, *, packed: bool
 ) -> int:
     """Cut stacks of experts, (E, 2 F, D) and (E, D, F) or both transposed, in place; return the dim of 2 F,
     or 0 if they have another form. ``packed``: the plan says that gate and up lie one after the other.
@@ -165,8 +165,8 @@ def cut_experts(
     module._parameters.clear()
     module.state, module.features_dim, both[dim] = state, dim, both[dim] // 2
     for name, shape, cut in (("gate_proj", both, dim), ("up_proj", both, dim), ("down_proj", down, 3 - dim)):
-        law = laws[f"{path}.{name if name == 'down_proj' else 'gate_up_proj'}"]
-        declare_parameter(module, name, Declaration(tuple(shape), Cut(cut), initial=law), state)
+        initial = initials[f"{path}.{name if name == 'down_proj' else 'gate_up_proj'}"]
+        declare_parameter(module, name, Declaration(tuple(shape), Cut(cut), initial=initial), state)
     module.__class__ = type(type(module).__name__, (CutExperts, type(module)), {})
     return dim
 
@@ -177,31 +177,43 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(above)._modules[leaf] = module
 
 
-def cut_embedding(module: Any, kind: str, *, ends: bool, law: Initial, state: ParallelState | None) -> None:
-    """Cut the rows of an embedding, in place."""
+def cut_embedding(
+    module: Any, kind: str, *, ends: bool, initial: Initial, state: ParallelState | None
+) -> None:
+    """Cut the rows of an embedding over the tensor axis, in place.
+
+    ``ends``: as in ``VocabParallelEmbedding``.
+    Raises ``BadInput`` for another module, and for options of ``nn.Embedding`` that ``Lookup`` has not.
+    """
     plain = isinstance(module, nn.Embedding) and module.max_norm is None
     if not plain or module.sparse or module.scale_grad_by_freq:
-        raise BadInput(kind, "embedding", expected="torch's, without norms", found=type(module).__name__)
+        expected = "nn.Embedding without max_norm, sparse or scale_grad_by_freq"
+        actual = f"{type(module).__name__}({module.extra_repr()})"
+        raise BadInput(kind, "embedding", expected=expected, found=actual)
     rows, width = module.weight.shape
-    made = VocabParallelEmbedding(rows, width, ends=ends, initial=law, state=state)
+    made = VocabParallelEmbedding(rows, width, ends=ends, initial=initial, state=state)
     was = type(module)
     module.__class__ = Lookup if was is nn.Embedding else type(was.__name__, (was, Lookup), {})
     module._parameters["weight"] = made.weight
     vars(module).update({key: made.__dict__[key] for key in ("state", "rows", "declared", "declared_state")})
 
 
-def head_of(module: nn.Module, kind: str, *, law: Initial, state: ParallelState | None) -> VocabParallelHead:
+def head_of(
+    module: nn.Module, kind: str, *, initial: Initial, state: ParallelState | None
+) -> VocabParallelHead:
     """Return an output layer of our own for transformers'."""
     if type(module) is not nn.Linear:
         raise BadInput(kind, "output layer", expected="nn.Linear", found=type(module).__name__)
     biased = module.bias is not None
-    return VocabParallelHead(module.in_features, module.out_features, bias=biased, initial=law, state=state)
+    return VocabParallelHead(
+        module.in_features, module.out_features, bias=biased, initial=initial, state=state
+    )
 
 
 def declare_rest(
     module: nn.Module,
     path: str,
-    laws: Mapping[str, Initial],
+    initials: Mapping[str, Initial],
     state: ParallelState,
     *,
     partial: bool = False,
@@ -217,10 +229,10 @@ def declare_rest(
     stored = [(name, x) for name, x in module.named_buffers(recurse=False) if name not in transient]
     for name, tensor in [*module.named_parameters(recurse=False), *stored]:
         del (module._parameters if name in module._parameters else module._buffers)[name]
-        law, piece = laws[f"{path}.{name}" if path else name], (cut or {}).get(name)
+        initial, piece = initials[f"{path}.{name}" if path else name], (cut or {}).get(name)
         still = not tensor.requires_grad
         part = () if piece or still else parts
-        stated = Declaration(tuple(tensor.shape), cut=piece, partial=part, buffer=still, initial=law)
+        stated = Declaration(tuple(tensor.shape), cut=piece, partial=part, buffer=still, initial=initial)
         declare_parameter(module, name, stated, state)
         names.append(name)
     if names and state.tensor.size > 1:

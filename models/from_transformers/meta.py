@@ -1,4 +1,4 @@
-"""Make transformers' model without memory, with the law of each first value and what buffers hold."""
+"""Make transformers' model without memory, with how each parameter is initialized and what buffers hold."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,17 +18,21 @@ from .config import AdoptedConfig, quiet, text_of
 class OnMeta:
     """Hold a model of transformers on the meta device.
 
-    ``laws``: how each parameter starts; ``OWN`` where transformers does it in a way that trilith has not.
+    ``initials``: how each parameter is initialized; ``OWN`` where transformers does what no other ``Initial``
+    does.
     ``constants``: values of the buffers that no file holds, by module and name.
     """
 
     model: Any
-    laws: dict[str, Initial] = field(default_factory=dict)
+    initials: dict[str, Initial] = field(default_factory=dict)
     constants: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
 
 def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
-    """Make the model in torch's default dtype. Raises ``BadInput`` for what cannot be held as declared."""
+    """Make the model in torch's default dtype. ``attention``: transformers' ``attn_implementation``.
+
+    Raises ``BadInput`` if it cannot be made on the meta device, or has tensors that cannot be declared.
+    """
     config, kind, dtype = cfg.in_transformers(), cfg.model_type, torch.get_default_dtype()
     registered()
     # torch's grouped products have no fp64.
@@ -59,7 +63,7 @@ def auto_class(kind: str) -> Any:
 
 
 def _initialize(made: OnMeta, kind: str) -> None:
-    model, laws = made.model, dict[int, Initial]()
+    model, initials = made.model, dict[int, Initial]()
     for path, module in model.named_modules():
         for name, member in vars(module).items():
             if isinstance(member, Tensor):
@@ -73,7 +77,7 @@ def _initialize(made: OnMeta, kind: str) -> None:
             elif not buffer.is_floating_point():
                 expected = "floating numbers: transformers keeps others in its files"
                 raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
-    with _recording(laws):
+    with _recording(initials):
         model.initialize_weights()
     made.constants = [
         (module, name, cast(Tensor, module._buffers[name])) for module, name, _ in made.constants
@@ -85,7 +89,7 @@ def _initialize(made: OnMeta, kind: str) -> None:
             raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
     stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *stored]:
-        made.laws[name] = laws.get(id(tensor), OWN)
+        made.initials[name] = initials.get(id(tensor), OWN)
 
 
 def _unset(dtype: torch.dtype) -> float | int:
@@ -112,7 +116,8 @@ def _copied(tensor: Tensor, other: Tensor) -> Initial:
     return Constant(float(other.flatten()[0]))
 
 
-_LAWS: dict[str, Callable[..., Initial]] = {
+#: By the name of a function of ``transformers.initialization``: makes the ``Initial`` from its arguments.
+_INITIALS: dict[str, Callable[..., Initial]] = {
     "normal_": _normal,
     "trunc_normal_": _truncated,
     "uniform_": _uniform,
@@ -124,8 +129,8 @@ _LAWS: dict[str, Callable[..., Initial]] = {
 
 
 @contextmanager
-def _recording(laws: dict[int, Initial]) -> Iterator[None]:
-    """Note what is asked of transformers' functions of first values; of tensors with memory, do it."""
+def _recording(initials: dict[int, Initial]) -> Iterator[None]:
+    """Note calls of ``transformers.initialization`` on meta tensors; let through those on other tensors."""
     from transformers import initialization
 
     originals = {
@@ -136,9 +141,9 @@ def _recording(laws: dict[int, Initial]) -> Iterator[None]:
 
     def recorder(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def record(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
-            law = _LAWS.get(name)
+            read = _INITIALS.get(name)
             if tensor.is_meta:
-                laws[id(tensor)] = OWN if law is None else law(tensor, *args, **named)
+                initials[id(tensor)] = OWN if read is None else read(tensor, *args, **named)
                 return tensor
             return original(tensor, *args, **named)
 

@@ -131,7 +131,7 @@ class Adopted(CausalLM):
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Draw first values, as layers do that are made on a device; what has no law is no number."""
+        """Draw initial weights, as layers do that are made on a device; NaN where none is declared."""
         from ...parallel_state import OWN, declarations
 
         stated = declarations(self)

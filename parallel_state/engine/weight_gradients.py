@@ -18,7 +18,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-#: One of torch's groups: ``params``, ``intermediates``, and ``grads`` in the order of the intermediates.
+#: One of torch's groups: ``params``, the graph nodes that add to weights' gradients; ``intermediates``, nodes
+#: too; and ``grads``, in their order: for each the gradients of its outputs.
 Group = dict[str, Any]
 
 
@@ -76,10 +77,11 @@ def compute_weight_gradients(weights: Iterable[nn.Parameter], groups: Sequence[G
 
 
 def _compute_group(group: Group, weight_of: Mapping[Any, nn.Parameter], *, retain_graph: bool) -> None:
-    """Do what torch 2.13's ``stage_backward_weight`` does for one group.
+    """Add one group's gradients to its weights, as torch 2.13's ``stage_backward_weight`` does.
 
-    Before torch 2.13 it adds up the gradients of a node with several outputs, and what reaches a node by way
-    of another counts twice.
+    ``weight_of``: the weight of each node in ``params``. The group's intermediates and ``grads`` are let go.
+    Torch's function before 2.13 adds up the gradients of a node with several outputs, and counts twice what
+    reaches a node by way of another.
     """
     nodes, grads, params = [*group.pop("intermediates")], group.pop("grads"), [*group["params"]]
     edges = [

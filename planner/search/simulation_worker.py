@@ -1,4 +1,4 @@
-"""Simulate steps in a process of its own, started once and kept: the device cannot be taken back.
+"""Simulate steps in a process of its own, started once and kept: torch cannot unregister its device.
 
 Questions and answers are lines of JSON.
 """
@@ -68,12 +68,12 @@ class Worker:
 
 
 def answer_all(questions: Iterable[str], answers: TextIO) -> None:
-    """Answer until there are no more questions."""
+    """Write, for each question, the record of the simulated step or why it was refused."""
     from ...simulation.backend import register
     from ..dry_run import plan_without_weights
     from .simulated_step import simulate_step
 
-    register()  # before the first backward of a plan, which counts the devices that torch knows
+    register()  # before the first backward, in which autograd counts torch's devices: a plan runs one
     for line in questions:
         question = parse_object(line.encode(), "a question")
         recipe: Any = question["recipe"]

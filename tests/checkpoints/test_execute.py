@@ -160,6 +160,12 @@ def test_C8_casts_count_what_overflows(tmp_path, into):
     assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
 
 
+def test_what_was_infinite_before_a_cast_is_no_overflow(tmp_path):
+    whole = torch.tensor([float("inf"), float("nan"), 1e5, 1.0])
+    transfer, out = in_one_file(tmp_path, whole), torch.empty(4, dtype=torch.float16)
+    assert execute([(transfer("F16"), out)], allow_nonfinite=True).overflows == {"w": 1}
+
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -32,6 +32,8 @@ from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
+from trilith.models.from_transformers.layers import cut_embedding
+from trilith.models.from_transformers.meta import on_meta
 from trilith.models.from_transformers.probe import probed
 from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
@@ -504,6 +506,20 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
     model.hf.config._attn_implementation = "eager"
     with pytest.raises(RuntimeError, match="meta"):  # the mask has no numbers, so it cannot be added
         model(ids)
+
+
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_an_embedding_with_an_option_that_ours_lacks_is_refused(option):
+    module = torch.nn.Embedding(8, 4, **{option: True})
+    with pytest.raises(BadInput, match=rf"embedding: .*{option}.*, found Embedding\(8, 4, {option}=True\)"):
+        cut_embedding(module, "arcee", ends=False, initial=OWN, state=None)
+
+
+@of_this_version
+def test_a_buffer_that_cannot_be_declared_is_named_itself_in_the_refusal():
+    config = family("deepseek_v4").from_hf(tiny("deepseek_v4"))
+    with pytest.raises(BadInput, match=r"^deepseek_v4: model\.layers\.0\..*: expected floating numbers"):
+        on_meta(config, attention=None)
 
 
 def test_a_type_of_the_zoo_stays_the_zoos():

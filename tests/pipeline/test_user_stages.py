@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from trilith.layers import (
     MLP,
     LayerNorm,
@@ -19,6 +20,7 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state.engine.weight_gradients import compute_weight_gradients
 from trilith.pipeline.driver import DrivenStage, StageModule
 from trilith.pipeline.relay import Travels
 from trilith.pipeline.runner import make_schedule
@@ -296,3 +298,12 @@ def test_strange_blocks_train_as_on_one_process(block, schedule, more):
     how = {"loss": loss, "schedule": schedule, "steps": 2, "checkpoint": False}
     figures = assert_layout_invariant(partial(Blocks, block), BATCH, layouts=[layout], **how)
     assert figures[layout].weights < 1e-10
+
+
+def test_a_weight_that_no_gradient_comes_to_gets_none_in_the_second_part_of_a_backward():
+    """As behind a function whose backward returns ``None``; ``Step(unused=...)`` allows such weights."""
+    weight = nn.Parameter(torch.ones(2))
+    params, made = {get_gradient_edge(weight).node}, weight * 2
+    group = {"params": params, "intermediates": [made.grad_fn], "grads": [(None,)]}
+    compute_weight_gradients([weight], [group])
+    assert weight.grad is None

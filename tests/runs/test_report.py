@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -268,6 +268,14 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
         "1.50 GiB  03:00 left"
     )
     assert lines[0].endswith("--:-- left") and lines[-1].endswith("00:00 left")
+
+
+def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys):
+    terminal = Terminal(steps=100, interval=10, stop=7)
+    for number in range(7):
+        terminal.step(replace(step(number), skipped="spike" if number == 3 else None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, 4, 7]
 
 
 def test_quiet_says_nothing(capsys):

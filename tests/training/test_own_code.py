@@ -56,6 +56,15 @@ def test_a_file_of_another_name_is_found_under_it(name, tmp_path, imported):
         assert own_code(f"{neighbour}:of_mine", "loss.module").entry.Net is kind
 
 
+def test_a_file_runs_once_and_again_when_its_bytes_have_changed(tmp_path, imported):
+    file = write(tmp_path, "changing.py", "entry = ['first']\n")
+    first = own_code(f"{file}:entry", "loss.module")
+    assert own_code(f"{file}:entry", "loss.module").entry is first.entry
+    write(tmp_path, "changing.py", "entry = ['second']\n")
+    second = own_code(f"{file}:entry", "loss.module")
+    assert second.entry == ["second"] and second.digest != first.digest
+
+
 ENDS = "from argparse import ArgumentParser\nimport sys\n"
 
 

@@ -20,7 +20,7 @@ from ...system import visible
 
 
 class OwnCode(NamedTuple):
-    """Hold what a file calls by a name, that name, and the SHA-256 of the file."""
+    """Hold the object that ``name`` (``file.py:object``) stands for, and the SHA-256 of the file."""
 
     entry: Any
     name: str
@@ -32,11 +32,11 @@ _ran: dict[str, tuple[str, ModuleType]] = {}
 
 
 def own_code(name: str, key: str) -> OwnCode:
-    """Return what ``file.py:name`` is. The file runs once in a process, and again if its bytes have changed.
+    """Return the object of a Python file that ``name`` (``file.py:object``) stands for.
 
-    It is imported under its own name, unless an installed module has that. The folder that it is in is the
-    last place where its imports look.
-    Raises ``BadInput`` about ``key`` for no such file, an error in it, and no such name.
+    The file runs once in a process, and again if its bytes have changed. It is imported under its own name,
+    unless an installed module has that. The folder that it is in is the last place where its imports look.
+    Raises ``BadInput`` about the recipe's ``key`` for no such file, an error in it, and no such object.
     """
     file, _, entry = name.rpartition(":")
     path = Path(file)
