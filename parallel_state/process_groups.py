@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..system.errors import BadInput
+from ..system.freed_blocks import return_large_blocks
 from ..system.process_end import abandon_threads
 from .engine import abort_groups, accelerator, gather_safely
 from .launchers import launched, local_rank
@@ -55,12 +56,14 @@ def own_device(device: str | torch.device) -> torch.device:
     """Return the device of this rank, which becomes the current one of the process.
 
     Of an accelerator without an index, such as "cuda", it is the device with the rank's number on its host
-    (LOCAL_RANK, or the variable of another launcher); if nobody states one, the current device. Raises
-    ``BadInput`` for a device that this machine lacks.
+    (LOCAL_RANK, or the variable of another launcher); if nobody states one, the current device. A process
+    that computes on the CPU returns large blocks of memory when they are freed. Raises ``BadInput`` for a
+    device that this machine lacks.
     """
     device = torch.device(device)
     module = accelerator.module_of(device)
     if module is None:
+        return_large_blocks()
         return device
     index: int | None = device.index
     count: int = module.device_count()
