@@ -18,7 +18,9 @@ def resident():
 
 def free_blocks_between_others(started):
     """Print whether freed blocks have gone back; blocks that stay lie behind each in the heap."""
-    torch.ones(5 * LARGE // 4)  # from when this is freed, glibc by itself keeps smaller blocks in its heap
+    torch.ones(
+        3 * LARGE, dtype=torch.uint8
+    )  # from when this is freed, glibc by itself keeps smaller blocks in its heap
     if started:
         own_device("cpu")  # as every ``ParallelState.start``
     before = resident()
