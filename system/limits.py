@@ -30,7 +30,7 @@ class OverLimit(Exception):
 @contextmanager
 def bounded(*, seconds: float | None = None, memory: int | None = None) -> Iterator[None]:
     """Raise ``OverLimit`` if the block needs more processor time, or more memory (bytes) than the process
-    holds now.
+    holds now, which includes what was freed and lies in its heap.
 
     Processor time is counted, so a slow or sleeping machine does not matter. A block inside another one does
     not extend the limit of the outer one.

@@ -32,7 +32,6 @@ def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZ
 def open_file(path: Path, tensors: Mapping[str, Spec], *, again: bool = False) -> TensorWriter:
     """Return what writes a file of weights as transformers does; ``again``: as for ``TensorWriter``."""
     spec = {name: tensors[name] for name in sorted(tensors, key=lambda n: (-BITS[tensors[n][0]], n))}
-    # Without a checksum: a Hugging Face folder has no place for one.
     return TensorWriter(path, spec, metadata={"format": "pt"}, again=again)
 
 

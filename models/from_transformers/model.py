@@ -24,7 +24,8 @@ from .sequence import without_sequence
 class Through(nn.Module):
     """Stand in the place of a block or an end that another rank computes: give back what is given.
 
-    ``received``: what it gives instead. ``noted``: what it was given last.
+    ``received``: what it gives instead. ``noted``: what it was given last. ``length``: if not 0, it gives
+    zeros for so many tokens, where code behind the blocks expects whole rows.
     """
 
     def __init__(self, block: nn.Module, *, outputs: int = 0) -> None:
@@ -34,12 +35,15 @@ class Through(nn.Module):
         self.others = [None] * (outputs - 1) if outputs else None
         self.received: Tensor | None = None
         self.noted: Any = None
+        self.length = 0
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x = args[0] if args else named.get("hidden_states")
         self.noted = x
         if self.received is not None:
             x = self.received
+        elif self.length:
+            x = x.new_zeros(len(x), self.length, x.shape[-1])
         return x if self.others is None else (x, *self.others)
 
 
@@ -182,7 +186,8 @@ class Adopted(CausalLM):
             # The first own block is given x in the place of what the model makes of these.
             named["inputs_embeds"] = x.new_zeros(len(x), length, self.embedding_width)
         run = hf if stage.last else hf.base_model
-        with self._only(stage, None if stage.first else x) as noted:
+        behind = length if self.state.sequence else 0
+        with self._only(stage, None if stage.first else x, behind) as noted:
             out = run(**named)
             if not stage.last:
                 return noted()
@@ -190,8 +195,10 @@ class Adopted(CausalLM):
         return logits if cache is None else logits[:, -1:]
 
     @contextmanager
-    def _only(self, stage: Stage, received: Tensor | None) -> Iterator[Callable[[], Tensor]]:
-        """Let the blocks of one stage run, on what was received; yield what gives what they made."""
+    def _only(self, stage: Stage, received: Tensor | None, length: int) -> Iterator[Callable[[], Tensor]]:
+        """Let the blocks of one stage run, on what was received; yield what gives what they made. ``length``:
+        of the zeros that code behind them is given, or 0.
+        """
         places, shown = self.__dict__["blocks"]._modules, self.__dict__["shown"]
         before_this = dict(places)
         for number in self.stage.blocks:
@@ -202,6 +209,8 @@ class Adopted(CausalLM):
         if received is not None:
             assert isinstance(before, Through)
             before.received = received
+        if isinstance(behind, Through):
+            behind.length = length
 
         def noted() -> Tensor:
             assert isinstance(behind, Through)
@@ -213,7 +222,7 @@ class Adopted(CausalLM):
         finally:
             for module in (before, behind):
                 if isinstance(module, Through):
-                    module.received = module.noted = None
+                    module.received, module.noted, module.length = None, None, 0
             places.update(before_this)
 
     def pin_attention(self, backend: PinnedBackend) -> None:

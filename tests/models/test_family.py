@@ -127,7 +127,8 @@ ROWS = [
 def test_a_row_builds_and_has_the_published_number_of_parameters(name):
     size = SIZES[name]
     model = size.family.on_meta(size.config)
-    assert sum(prod(one.shape) for one in declarations(model).values() if not one.buffer) == size.parameters
+    shapes = [stated.shape for stated in declarations(model).values() if not stated.buffer]
+    assert sum(map(prod, shapes)) == size.parameters
 
 
 @pytest.mark.slow
@@ -148,7 +149,7 @@ def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn):
     """A misspelled key is unknown, and an unknown key gives a warning."""
     for size in SIZES.values():
         assert size.config.num_hidden_layers > 0
-    assert [str(one.message) for one in recwarn] == []
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_mistral_has_a_window_in_its_first_version_alone():

@@ -109,6 +109,13 @@ def test_an_axis_of_a_type_equals_one_process(kind, axis):
     assert axis in row.proved, row.refused
 
 
+@of_this_version
+def test_code_behind_the_blocks_of_a_stage_sees_whole_rows_under_sequence_parallelism():
+    both = {"both": Layout.of(tensor=2, pipeline=2, sequence=True)}
+    row = prove("gpt_bigcode", short(tiny("gpt_bigcode")), both)  # which views them by the tokens' shape
+    assert "both" in row.proved, row.refused
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

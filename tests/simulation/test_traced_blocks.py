@@ -300,8 +300,8 @@ def test_it_counts_what_lives_and_the_worst_moment():
 def test_storages_may_die_in_another_thread_while_they_are_counted():
     switch = sys.getswitchinterval()
     with LiveBytes() as live:
-        kept = [torch.ones(8) for _ in range(4000)]
-        dropping = threading.Thread(target=kept.clear)
+        tensors = [torch.ones(8) for _ in range(4000)]
+        dropping = threading.Thread(target=tensors.clear)
         sys.setswitchinterval(1e-6)
         try:
             dropping.start()

@@ -103,7 +103,7 @@ def collectives(staged):
         else:
             dist.recv(asked, 0)
     results = [total, first, both, half, left, right, uneven, peer, asked]
-    return [one.tolist() for one in results], mode.seen
+    return [tensor.tolist() for tensor in results], mode.seen
 
 
 def test_collectives_through_the_host_are_gloos():
