@@ -42,7 +42,7 @@ class Through(nn.Module):
         self.noted = x
         if self.received is not None:
             x = self.received
-        elif self.length:
+        elif x is not None and self.length:
             x = x.new_zeros(len(x), self.length, x.shape[-1])
         return x if self.others is None else (x, *self.others)
 
