@@ -60,6 +60,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the elements that both boxes hold, or ``None`` if there are none."""
+        if self.start and (self.start[0] >= other.stop[0] or other.start[0] >= self.stop[0]):
+            return None  # as most of a plan's boxes, such as those of other experts: said without a tuple
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None

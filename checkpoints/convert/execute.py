@@ -4,9 +4,11 @@ A block of rows is read once for all tensors that are made from it. So a matrix 
 eight ranks is read once, not eight times, and each write to a file is nearly always one run of bytes.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -92,6 +94,14 @@ def execute(
 
 
 @dataclass(frozen=True, slots=True)
+class _Block:
+    """List the parts of a block, and what they need: one smallest box of each stored tensor."""
+
+    parts: list[tuple[Transfer, Target, Box]]
+    needed: dict[Key, Box]
+
+
+@dataclass(frozen=True, slots=True)
 class _Read:
     """Box ``box`` of a stored tensor, in memory; its CRC-32 if it was taken; whether all of it is zero."""
 
@@ -126,14 +136,16 @@ class _Work:
         """Make all blocks of the transfers that share their sources."""
         if self._was_made(number, group):
             return
-        transfers = [transfer for transfer, _ in group]
-        item = max(_dtype(piece.stored).itemsize for transfer in transfers for piece in transfer.pieces)
         remarkable, made = False, 0
-        for block in (block for slab in slabs(transfers) for block in blocks(slab, self.block // item)):
-            parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(block))]
-            read = self._read_block([(transfer, part) for transfer, _, part in parts])
+        coming = self._blocks(group)
+        following = next(coming, None)
+        while (block := following) is not None:
+            if (following := next(coming, None)) is not None:
+                for (file, key), box in following.needed.items():
+                    file.read_ahead(key, box)
+            read = self._read_block(block.needed, group[0][0].name)
             remarkable |= all(piece.zero for piece in read.values())
-            for transfer, target, part in parts:
+            for transfer, target, part in block.parts:
                 nbytes, lost = self._make_part(transfer, target, part, read)
                 made, remarkable = made + nbytes, remarkable or bool(lost)
         # A group with a warning is not noted: a resumed conversion makes it again and warns again.
@@ -156,20 +168,28 @@ class _Work:
             self.progress(transfer.nbytes)
         return True
 
-    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[Key, _Read]:
-        """Read the stored numbers that these parts need, one smallest box of each stored tensor."""
-        needed: dict[Key, Box] = {}
-        for transfer, part in parts:
-            for whole in transfer.pieces:
-                if (piece := whole.narrow(part)) is not None:
-                    box, place = piece.hull, piece.stored
-                    needed[place] = needed[place].around(box) if place in needed else box
+    def _blocks(self, group: Group) -> Iterator[_Block]:
+        """Cut what a group makes into blocks of about ``block`` bytes, and find what each is made of."""
+        transfers = [transfer for transfer, _ in group]
+        most = self.block // max(_dtype(piece.stored).itemsize for each in transfers for piece in each.pieces)
+        for box in (box for slab in slabs(transfers) for box in blocks(slab, most)):
+            parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(box))]
+            needed: dict[Key, Box] = {}
+            for transfer, _, part in parts:
+                for whole in transfer.pieces:
+                    if (piece := whole.narrow(part)) is not None:
+                        hull, place = piece.hull, piece.stored
+                        needed[place] = needed[place].around(hull) if place in needed else hull
+            yield _Block(parts, needed)
+
+    def _read_block(self, needed: Mapping[Key, Box], name: str) -> dict[Key, _Read]:
+        """Read the stored numbers that the parts of a block need, for the tensor ``name`` and others."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
             file, key = place
             out = self._buffer(f"read {number}", box.shape, _dtype(place))
             file.read(key, box, out=out)
-            zero = self._look(file, key, box, out, parts[0][0].name)
+            zero = self._look(file, key, box, out, name)
             read[place] = _Read(out, box, self._sum(file, key, box, out), zero)
         with self._lock:
             self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())

@@ -1,6 +1,7 @@
 """Carrying out plans: any cut into any other, bit for bit, no byte read twice, in constant memory."""
 
 import itertools
+import os
 import random
 import threading
 
@@ -107,6 +108,26 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
     made, report = run({"w": lazy(store(tmp_path, "w", whole, before), "w", whole, before)}, {"w": after})
     assert report.bytes_read == report.bytes_made == whole.nbytes
     assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made["w"], after, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+def test_the_disk_fetches_a_block_while_the_one_before_it_is_made(tmp_path, monkeypatch):
+    """Else each read waits for the disk: the system does not see that reads follow each other."""
+    whole, calls = torch.randn(64, 8), []
+    transfer, real = in_one_file(tmp_path, whole)(part=Box((0, 2), (64, 5))), os.preadv
+    first = tmp_path.joinpath("0.safetensors").stat().st_size - whole.nbytes
+
+    def read(fd, into, offset):
+        calls.append(("read", (offset - first) // 32))
+        return real(fd, into, offset)
+
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, _: calls.append(((at - first) // 32, size)))
+    monkeypatch.setattr(os, "preadv", read)
+    execute([(transfer, torch.zeros(64, 3))], threads=1, block=16 * 12)
+    advice = 15 * 32 + 12  # from the third column of a row to the fifth of the fifteenth row after it
+    assert calls == [
+        (16, advice), ("read", 0), (32, advice), ("read", 16), (48, advice), ("read", 32), ("read", 48)
+    ]  # fmt: skip
 
 
 def test_replicas_are_read_once(tmp_path):
