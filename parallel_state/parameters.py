@@ -41,14 +41,15 @@ def _global_seed() -> int:
 
 
 def declare_parameter(
-    module: nn.Module, name: str, declaration: Declaration, state: ParallelState
+    module: nn.Module, name: str, declaration: Declaration, state: ParallelState, *, plain: bool = False
 ) -> nn.Parameter:
     """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration.
 
     Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
     ``BUFFER_DTYPE`` and requires no gradient. On a real device the parameter is filled at once from torch's
-    global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor. Raises ``BadInput``
-    if the layout cannot cut it evenly.
+    global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor. ``plain``: no DTensor
+    on several tensor ranks either, for code that computes with parameters as they are. Raises ``BadInput`` if
+    the layout cannot cut it evenly.
     """
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
@@ -58,7 +59,7 @@ def declare_parameter(
     mesh, shape = state.tensor_mesh, declaration.held_shape(state.layout)
     if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
         mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
-    if mesh is not None and not declaration.buffer:  # which FSDP and the optimizer never see
+    if mesh is not None and not plain and not declaration.buffer:  # which FSDP and the optimizer never see
         from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second
 
         cut = declaration.cut is not None and declaration.cut.axis == "tensor"

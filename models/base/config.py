@@ -7,14 +7,13 @@ from inspect import get_annotations
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...layers import ACTIVATIONS
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
 from ...system import visible
 from .fields import Count, Fixed, Whole, Width
-from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, check_keys
+from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, check_file
 
 
 class ModelConfig(BaseModel):
@@ -32,6 +31,9 @@ class ModelConfig(BaseModel):
     READ: ClassVar[frozenset[str]] = frozenset()
     #: Keys that ``to_hf`` adds.
     ADDED: ClassVar[Mapping[str, object]] = {}
+
+    #: Whether a loss may compute the logits itself, in chunks.
+    head_is_last: ClassVar[bool] = True
 
     # Of these each class makes its own, from what it and its parents state.
     #: The keys of each field, and the field of each key that has another name.
@@ -76,7 +78,7 @@ class ModelConfig(BaseModel):
 
         An unknown key gives a warning only, unless it is known to change the forward pass.
         """
-        check_keys(raw, where)
+        check_file(raw, where)
         raw = cls._without_unread(raw)
         repeated = {key: raw[key] for key in sorted(cls.NOT_KEYS & raw.keys())}
         for key in sorted(cls.HARMLESS.keys() & raw.keys() - repeated.keys()):
@@ -85,10 +87,6 @@ class ModelConfig(BaseModel):
         fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
         for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
-        for key in ("dtype", "torch_dtype"):
-            check_dtype(key, raw.get(key), where)
-        if raw.get("auto_map"):
-            warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
             if isinstance(value, int | float) and not math.isfinite(value):
                 raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
@@ -195,11 +193,6 @@ class ModelConfig(BaseModel):
         return self.hidden_size
 
     @property
-    def head_is_last(self) -> bool:
-        """Tell whether a loss may compute the logits itself, in chunks."""
-        return True
-
-    @property
     def further_blocks(self) -> int:
         """Return the number of blocks that a checkpoint may hold after the last one and that are not
         modelled here.
@@ -266,14 +259,6 @@ class ModelConfig(BaseModel):
             for key, field_value in values.items()
         }
         return {**written, **self.ADDED}
-
-
-def check_dtype(key: str, value: object, where: str) -> None:
-    """Refuse what is no data type of weights: it is what a converted model's config would state anew."""
-    known = getattr(torch, value, None) if isinstance(value, str) else None
-    if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
-        expected = "float32, bfloat16 or another floating type of torch's"
-        raise BadInput(where, key, expected=expected, found=repr(value)[:80])
 
 
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:

@@ -1,7 +1,10 @@
 """List the keys of a config.json that change no forward, or change it as no family does; limit them all."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from ...parallel_state import BadInput
 
@@ -61,3 +64,16 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
         left += [value for value in table.values() if isinstance(value, Mapping)]
         if count > MOST_KEYS:
             raise BadInput(where, expected=f"at most {MOST_KEYS} keys in all", found="more")
+
+
+def check_file(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse what no config.json of a model may say; warn of code, which is never run."""
+    check_keys(raw, where)
+    for key in ("dtype", "torch_dtype"):  # what a converted model's config would state anew
+        value = raw.get(key)
+        known = getattr(torch, value, None) if isinstance(value, str) else None
+        if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
+            expected = "float32, bfloat16 or another floating type of torch's"
+            raise BadInput(where, key, expected=expected, found=repr(value)[:80])
+    if raw.get("auto_map"):
+        warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=3)

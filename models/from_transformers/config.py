@@ -6,43 +6,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import ValidationError
 from pydantic_core import from_json
 
-from ...parallel_state import BadInput, Layout, nearest
-from ..base.config import ModelConfig, check_dtype
-from ..base.fields import Count, Whole
-from ..base.keys import INERT, MOST_BLOCKS, check_keys, names
+from ...parallel_state import BadInput, from_validation
+from ..base.config import ModelConfig
+from ..base.keys import INERT, check_file, names
 
 #: Keys that say nothing of the forward pass; two configs that differ in them are of one model.
 _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
 
 
-#: The largest sizes that are read.
-_MOST = {"num_hidden_layers": MOST_BLOCKS, "vocab_size": 2**24, "hidden_size": 2**24}
 #: Types that decode whatever their ``is_decoder`` says.
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 #: Types that count the places of tokens from their padding token's number.
 FROM_PADDING = names("""
     roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert data2vec-text xmod
 """)
-#: What a decoder that was one of two parts calls the number of its blocks.
+#: What a decoder, that was one of two parts, calls the number of its blocks.
 _BLOCKS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+_SIZES = ("vocab_size", "hidden_size", "max_position_embeddings", *_BLOCKS)
 
 
 class AdoptedConfig(ModelConfig):
     """Hold ``raw``, all that transformers' config class says, as JSON with sorted keys."""
 
+    head_is_last: ClassVar[bool] = False  # transformers' code may change the logits
     raw: str
-    vocab_size: Count
-    hidden_size: Whole
+    #: Not known: each layer refuses a cut of its own that is not even.
     intermediate_size: int = 0
-    num_hidden_layers: Whole
-    num_attention_heads: int = 1
-    max_position_embeddings: Whole
-    initializer_range: float = Field(default=0.02)
+    num_attention_heads: int = 0
 
     @property
     def model_type(self) -> str:
@@ -60,27 +55,18 @@ class AdoptedConfig(ModelConfig):
         """Read the dict of a config.json as transformers does. Raises ``BadInput`` for what it refuses, a
         model made of several, and one that is no decoder.
         """
-        check_keys(raw, where)
+        check_file(raw, where)
         kind = str(raw["model_type"])
         if raw.get("quantization_config") is not None:
-            raise BadInput(
-                where, "quantization_config", expected="absent: quantised weights are not read", found="one"
-            )
-        for key in ("dtype", "torch_dtype"):
-            check_dtype(key, raw.get(key), where)
-        if raw.get("auto_map"):
-            warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
+            expected = "absent: quantised weights are not read"
+            raise BadInput(where, "quantization_config", expected=expected, found="one")
         if raw.get("output_router_logits"):
             lost = "the balance loss that transformers adds is not computed"
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
-        try:
+        with in_one_line(where, expected=f"what transformers' {kind} reads"):
             config = config_class(kind).from_dict(deepcopy(stated))
-            known = {**config.to_dict()}
-        except Exception as error:  # whatever its own checks raise
-            first = " ".join(str(error).split())[:200]
-            expected = f"what transformers' {kind} reads"
-            raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
+            known = config.to_dict()
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
         # No checkpoint holds infinity, but where it is a type's default it comes back by itself.
@@ -105,27 +91,18 @@ class AdoptedConfig(ModelConfig):
             if parts := ", ".join(sorted(getattr(config, "sub_configs", {}))):
                 todo = f"Models that are made of others ({parts}) are not taken"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
-
-        def number(name: str, default: int) -> int:
-            entry = getattr(text, name, None)
-            return entry if type(entry) is int and entry > 0 else default
-
-        fields = {key: number(key, 0) for key in _MOST}
-        fields["num_hidden_layers"] = next((count for key in _BLOCKS if (count := number(key, 0))), 0)
-        for key, most in _MOST.items():
-            if not 0 < fields[key] <= most:
-                raise BadInput(where, key, expected=f"1 to {most}", found=fields[key])
-        spread = getattr(text, "initializer_range", 0.02)
-        places = number("max_position_embeddings", 2**31 - 1) - first_place(config)
-        return cls(
-            raw=written,
-            **fields,
-            intermediate_size=number("intermediate_size", 0),
-            num_attention_heads=number("num_attention_heads", 1),
-            max_position_embeddings=places,
-            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-            initializer_range=float(spread) if isinstance(spread, int | float) else 0.02,
-        )
+        numbers = {
+            key: entry for key in _SIZES if type(entry := getattr(text, key, None)) is int and entry > 0
+        }
+        blocks = next((numbers[key] for key in _BLOCKS if key in numbers), 0)
+        places = numbers.get("max_position_embeddings", 2**31 - 1) - first_place(config)
+        sizes = {key: numbers.get(key, 0) for key in ("vocab_size", "hidden_size")}
+        sizes |= {"num_hidden_layers": blocks, "max_position_embeddings": places}
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        try:
+            return cls(raw=written, tie_word_embeddings=tied, **sizes)
+        except ValidationError as error:
+            raise from_validation(where, error) from None
 
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
@@ -142,23 +119,6 @@ class AdoptedConfig(ModelConfig):
         """Tell whether some share of numbers may be dropped in training."""
         stated = from_json(self.raw).items()
         return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
-
-    @property
-    def head_is_last(self) -> bool:
-        """Tell no: transformers' code may change the logits."""
-        return False
-
-    @property
-    def tensor_units(self) -> dict[str, int]:
-        """Return nothing: each layer refuses a cut of its own that is not even."""
-        return {}
-
-    def check_layout(self, layout: Layout) -> None:
-        """Refuse more stages than there are blocks."""
-        if layout.stages > self.num_hidden_layers:
-            most = max(self.num_hidden_layers // layout.virtual_stages, 1)
-            expected, todo = f"at most {most}", nearest("pipeline", [most], layout.pipeline)
-            raise BadInput("layout", "pipeline", expected=expected, found=layout.pipeline, todo=todo)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
@@ -181,6 +141,18 @@ def text_of(config: Any) -> Any:
 def first_place(config: Any) -> int:
     """Return the number of the first token's place in the table of positions."""
     return int(config.pad_token_id) + 1 if config.model_type in FROM_PADDING else 0
+
+
+@contextmanager
+def in_one_line(*where: object, expected: str) -> Iterator[None]:
+    """Refuse in one line what transformers' code raises."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:  # whatever its own checks raise
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise BadInput(*where, expected=expected, found=found) from None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from ...parallel_state import BadInput, Box, Layout, Piece
 from ..base.config import ModelConfig
 from ..base.family import Family, making
-from ..base.hugging_face_names import Link
+from ..base.hugging_face_names import Link, shapes_of
 from .config import AdoptedConfig
 from .files import file_links
 from .meta import on_meta
@@ -61,27 +61,20 @@ class TransformersFamily(Family):
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
         links = _file_links(self, config)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for link in links:
-            known = shapes.get(link.hf, (0,) * len(link.hf_box.stop))
-            shapes[link.hf] = tuple(map(max, known, link.hf_box.stop))
-        return links, shapes
+        return links, shapes_of(links)
 
     def held_links(self, config: ModelConfig) -> list[Link]:
         """Return the links between trilith's tensors and those of transformers' modules."""
         model: Any = self.on_meta(config)
         (stated,) = self.declarations(config)
         links: list[Link] = []
-        part_of = {ours: hf for hf, (parts, _) in model.fused.items() for ours in parts}
         tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
         for name, declaration in stated.items():
-            whole, hf = Box.whole(declaration.shape), part_of.get(name, tied.get(name, name))
+            hf, dim, number = model.fused.get(name, (tied.get(name, name), 0, 0))
             start = [0] * len(declaration.shape)
-            if name in part_of:
-                parts, dim = model.fused[hf]
-                before = parts[: parts.index(name)]
-                start[dim] = sum(stated[part].shape[dim] for part in before)
-            links.append(Link(name, Piece.plain(whole, hf, tuple(start))))
+            if number:
+                start[dim] = number * declaration.shape[dim]
+            links.append(Link(name, Piece.plain(Box.whole(declaration.shape), hf, tuple(start))))
         return links
 
 
@@ -89,10 +82,10 @@ class TransformersFamily(Family):
 def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]:
     """Return the links to the tensors of files, the embedding's first."""
     with making(torch.bfloat16, "cpu"):
-        made = on_meta(config, attention=None)
-    links = file_links(made.model, family.held_links(config), family.model_type)
-    embedding = made.model.get_input_embeddings().weight
-    first = next(name for name, parameter in made.model.named_parameters() if parameter is embedding)
+        model = on_meta(config, attention=None)
+    links = file_links(model, family.held_links(config), family.model_type)
+    embedding = model.get_input_embeddings().weight
+    first = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     return sorted(links, key=lambda link: link.ours != first)
 
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...parallel_state import BadInput, Box, Piece
 from ..base.hugging_face_names import Link, shapes_of
+from .config import in_one_line
 
 #: What makes a tensor of the same elements, or gives back the one that it is given.
 _COPIES = ("contiguous", "clone", "detach", "to", "cpu")
@@ -58,9 +59,7 @@ class Tracer(TorchFunctionMode):
 
 def _through(links: Sequence[Link], part: Piece[str]) -> list[Link]:
     """Return the links to what holds the elements of a part of the tensor that ``links`` lead to."""
-    return [
-        Link(link.ours, piece) for link in links if (piece := link.piece.through(part)) is not None
-    ]
+    return [Link(link.ours, piece) for link in links if (piece := link.piece.through(part)) is not None]
 
 
 def _seen(view: Tensor, base: Tensor, name: str) -> Piece[str] | None:
@@ -89,13 +88,9 @@ def file_links(model: Any, ours: Sequence[Link], kind: str) -> list[Link]:
     tracer = Tracer({tensor: [] for tensor in traced.values()})
     for link in ours:
         tracer.held[traced[link.hf]].append(link)
-    try:
-        with tracer:
-            written = revert_weight_conversion(model, traced)
-    except Exception as error:  # whatever its rules raise
-        first = str(error).strip().partition("\n")[0][:160]
-        expected = "conversion rules that rename, split, stack and transpose"
-        raise BadInput(kind, "files", expected=expected, found=f"{type(error).__name__}: {first}") from None
+    expected = "conversion rules that rename, split, stack and transpose"
+    with in_one_line(kind, "files", expected=expected), tracer:
+        written = revert_weight_conversion(model, traced)
     links = list[Link]()
     for name, tensor in written.items():
         if not (made := tracer.links(tensor, name)):

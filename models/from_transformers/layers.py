@@ -1,8 +1,8 @@
-"""Put parallel layers in the places of transformers' own, under their names, and declare all that is left."""
+"""Change transformers' modules in place: what each rank has of them, and what they read, take and give."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,165 +10,38 @@ from torch import Tensor, nn
 
 from ...layers import (
     ColumnParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
+    Stage,
     VocabParallelEmbedding,
     VocabParallelHead,
-    copy_to_tensor,
-    gather_from_tensor,
-    reduce_from_tensor,
-    split_to_tensor,
 )
-from ...parallel_state import BadInput, Cut, Declaration, Initial, ParallelState, declare_parameter, local
+from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declare_parameter
+from ...parallel_state.engine import accelerator
+from .meta import initial_of
+from .probe import Probed
+
+#: Makes another tensor of one that a module takes or gives.
+Change = Callable[[Tensor], Tensor]
 
 
-class Lookup(nn.Embedding):
-    """Look up tokens as ``VocabParallelEmbedding`` does; a subclass of transformers scales or norms them."""
+def enter(module: nn.Module, change: Change) -> None:
+    """Change the tensors that a module is given, in place."""
 
-    state: ParallelState
-    rows: int
+    def entered(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        return _changed(args, change), {name: _changed(x, change) for name, x in named.items()}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings; that of padding has no gradient, as in ``nn.Embedding``."""
-        x = VocabParallelEmbedding.forward(cast(Any, self), tokens)
-        if self.padding_idx is None or not torch.is_grad_enabled():
-            return x
-        padding = (tokens == self.padding_idx).unsqueeze(-1)
-        if self.state.sequence:
-            padding = split_to_tensor(padding, self.state, dim=1)
-        return torch.where(padding, x.detach(), x)
-
-    def project(self, x: Tensor) -> Tensor:
-        """Return the logits of hidden states, computed with the embedding's weight."""
-        return VocabParallelEmbedding.project(cast(Any, self), x)
+    module.register_forward_pre_hook(entered, with_kwargs=True)
 
 
-class TiedHead(nn.Module):
-    """Compute logits with the embedding's weight, which stays the embedding's, and a bias of its own."""
-
-    def __init__(self, embedding: Lookup, bias: VocabParallelHead | None = None) -> None:
-        super().__init__()
-        self.__dict__["embedding"] = embedding
-        self.register_parameter("bias", None)
-        if bias is not None:
-            self._parameters["bias"] = bias.bias
-            stated = {"bias": bias.__dict__["declared"]["bias"]}
-            vars(self).update(declared=stated, declared_state=bias.__dict__["declared_state"])
-
-    @property
-    def weight(self) -> Tensor:
-        return cast(Tensor, self.__dict__["embedding"].weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = cast(Tensor, self.__dict__["embedding"].project(x))
-        return logits if self.bias is None else logits + local(cast(Tensor, self.bias))
+def leave(module: nn.Module, change: Change) -> None:
+    """Change the tensors that a module gives, in place."""
+    module.register_forward_hook(lambda module, args, output: _changed(output, change))
 
 
-class GatheredColumn(ColumnParallelLinear):
-    """Give whole outputs on every rank, which all use them alike."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_from_tensor(cast(Tensor, super().forward(x)), self.state)
-
-
-def gives_parts(module: nn.Module) -> bool:
-    """Tell whether a rank has only a part of what a linear makes."""
-    return isinstance(module, ColumnParallelLinear) and not isinstance(module, GatheredColumn)
-
-
-def has_part_of_outputs(module: nn.Module) -> bool:
-    """Tell whether a rank has only a part of what some linear of the module makes: in attention, of heads."""
-    return any(map(gives_parts, module.modules()))
-
-
-class PackedColumn(ColumnParallelLinear):
-    """Give the rank's parts of several products that transformers holds as one, one after the other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(cast(tuple[Tensor, ...], super().forward(x)), -1)
-
-
-class SplitRow(RowParallelLinear):
-    """Take whole inputs, of which each rank multiplies its piece."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, super().forward(split_to_tensor(x, self.state)))
-
-
-class LatentAndRope(ReplicatedLinear):
-    """Give the latents of keys and values, and a rotated key that the rank's own heads alone use."""
-
-    rope_width: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        both: Tensor = super().forward(x)
-        latent, rope = both.split([both.shape[-1] - self.rope_width, self.rope_width], -1)
-        return torch.cat([latent, copy_to_tensor(rope, self.state)], -1)
-
-
-@contextmanager
-def _reading(module: nn.Module) -> Iterator[None]:
-    """Let the module's own code read parameters as the rank's own tensors; FSDP wants them as they are."""
-    vars(module)["reads_local"] = True
-    try:
-        yield
-    finally:
-        vars(module)["reads_local"] = False
-
-
-def _read(module: nn.Module, name: str) -> Tensor:
-    parameter = cast(Tensor, module._parameters[name])
-    return local(parameter) if vars(module).get("reads_local") else parameter
-
-
-class CutExperts(nn.Module):
-    """Compute, before transformers' class, with this rank's features of each expert; the sum is whole.
-
-    Gate and up, one tensor in transformers, are parameters of their own, so that each is cut evenly.
-    """
-
-    state: ParallelState
-    #: The dim of gate and up along which features lie.
-    features_dim: int
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        entered = (copy_to_tensor(x, self.state) if x.is_floating_point() else x for x in inputs)
-        with _reading(self):
-            y = cast(Any, super()).forward(*entered)
-        return reduce_from_tensor(y, self.state)
-
-    @property
-    def gate_up_proj(self) -> Tensor:
-        return torch.cat([_read(self, "gate_proj"), _read(self, "up_proj")], dim=self.features_dim)
-
-    @property
-    def down_proj(self) -> Tensor:
-        return _read(self, "down_proj")
-
-
-def cut_experts(
-    module: Any, path: str, initials: Mapping[str, Initial], state: ParallelState, *, packed: bool
-) -> int:
-    """Cut stacks of experts, (E, 2 F, D) and (E, D, F) or both transposed, in place; return the dim of 2 F,
-    or 0 if they have another form. ``packed``: the plan says that gate and up lie one after the other.
-    """
-    stacks = dict(module.named_parameters(recurse=False))
-    concatenated = getattr(module, "is_concatenated", packed)
-    if stacks.keys() != {"gate_up_proj", "down_proj"} or not concatenated:
-        return 0
-    if getattr(module, "has_post_expert_norm", False):
-        return 0
-    both, down = list(stacks["gate_up_proj"].shape), list(stacks["down_proj"].shape)
-    dim = next((dim for dim in (1, 2) if down[3 - dim] * 2 == both[dim] and down[dim] == both[3 - dim]), 0)
-    if not dim:
-        return 0
-    module._parameters.clear()
-    module.state, module.features_dim, both[dim] = state, dim, both[dim] // 2
-    for name, shape, cut in (("gate_proj", both, dim), ("up_proj", both, dim), ("down_proj", down, 3 - dim)):
-        initial = initials[f"{path}.{name if name == 'down_proj' else 'gate_up_proj'}"]
-        declare_parameter(module, name, Declaration(tuple(shape), Cut(cut), initial=initial), state)
-    module.__class__ = type(type(module).__name__, (CutExperts, type(module)), {})
-    return dim
+def _changed(x: Any, change: Change) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_changed(part, change) for part in x)
+    return change(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -177,9 +50,76 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(above)._modules[leaf] = module
 
 
-def cut_embedding(
-    module: Any, kind: str, *, ends: bool, initial: Initial, state: ParallelState | None
-) -> None:
+class StageEnd(Exception):
+    """End transformers' forward behind the last block of a stage, with the hidden states that it made."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class StandIn(nn.Module):
+    """Stand in the place of a module that another rank computes.
+
+    It gives ``received``, if that is given, or what it is given, or in the place of a table zeros; unless it
+    ``ends`` the stage. ``outputs``: as in ``Probed``.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, outputs: int = 0, received: Tensor | None = None, ends: bool = False
+    ) -> None:
+        super().__init__()
+        # What transformers' code reads of a module before it calls it, such as a block's kind of attention.
+        self.__dict__.update({key: own for key, own in vars(module).items() if not key.startswith("_")})
+        self.outputs, self.received, self.ends, self.constants = outputs, received, ends, dict[str, Tensor]()
+        if isinstance(module, nn.Embedding):
+            self.constants = {"zeros": torch.zeros(1, 1, module.embedding_dim, device="cpu")}
+            self.register_buffer("zeros", self.constants["zeros"].to("meta"), persistent=False)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        x = args[0] if args else named.get("hidden_states")
+        if self.ends:
+            raise StageEnd(x)
+        x = self._buffers.get("zeros", x) if self.received is None else self.received
+        return (x, *[None] * (self.outputs - 1)) if self.outputs else x
+
+
+def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None) -> None:
+    """Put stand-ins in the places of all that other ranks compute, ``but`` the embedding that is the output
+    layer as well.
+    """
+    for number, block in enumerate(model.get_submodule(shown.blocks) if shown.blocks else ()):
+        if number not in stage.blocks:
+            put(model, f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
+    elsewhere = [f"{shown.blocks}."]
+    for path, module in [*model.named_modules()]:
+        here = (stage.last if path in shown.exit else stage.first) or module is but
+        holds = next(module.parameters(recurse=False), None) is not None
+        if path and holds and not here and not path.startswith(tuple(elsewhere)):
+            put(model, path, StandIn(module))
+            elsewhere.append(f"{path}.")
+
+
+class Lookup(VocabParallelEmbedding, nn.Embedding):
+    """Look up tokens, whose rows are cut; a subclass of transformers scales or norms them."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings; that of padding has no gradient, as in ``nn.Embedding``."""
+        x = super().forward(tokens)
+        if self.padding_idx is None or not torch.is_grad_enabled():
+            return x
+        return torch.where((tokens == self.padding_idx).unsqueeze(-1), x.detach(), x)
+
+
+class TiedHead(VocabParallelHead):
+    """Compute logits with the embedding's weight, which stays the embedding's; a bias is its own."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter of the embedding
+        return cast(Tensor, self.__dict__["embedding"].weight)
+
+
+def cut_embedding(module: Any, kind: str, *, ends: bool, state: ParallelState | None) -> None:
     """Cut the rows of an embedding over the tensor axis, in place.
 
     ``ends``: as in ``VocabParallelEmbedding``.
@@ -190,71 +130,104 @@ def cut_embedding(
         expected = "nn.Embedding without max_norm, sparse or scale_grad_by_freq"
         actual = f"{type(module).__name__}({module.extra_repr()})"
         raise BadInput(kind, "embedding", expected=expected, found=actual)
-    rows, width = module.weight.shape
-    made = VocabParallelEmbedding(rows, width, ends=ends, initial=initial, state=state)
-    was = type(module)
+    was, initial = type(module), initial_of(module.weight)
+    made = VocabParallelEmbedding(*module.weight.shape, ends=ends, initial=initial, state=state)
     module.__class__ = Lookup if was is nn.Embedding else type(was.__name__, (was, Lookup), {})
     module._parameters["weight"] = made.weight
     vars(module).update({key: made.__dict__[key] for key in ("state", "rows", "declared", "declared_state")})
 
 
 def head_of(
-    module: nn.Module, kind: str, *, initial: Initial, state: ParallelState | None
+    module: nn.Module, kind: str, *, tied_to: nn.Module | None, state: ParallelState | None
 ) -> VocabParallelHead:
-    """Return an output layer of our own for transformers'."""
+    """Return an output layer of our own for transformers'. ``tied_to``: the embedding whose weight it has."""
     if type(module) is not nn.Linear:
         raise BadInput(kind, "output layer", expected="nn.Linear", found=type(module).__name__)
-    biased = module.bias is not None
-    return VocabParallelHead(
-        module.in_features, module.out_features, bias=biased, initial=initial, state=state
-    )
+    made = VocabParallelHead(
+        module.in_features, module.out_features,
+        bias=module.bias is not None, initial=initial_of(module.weight), state=state,
+    )  # fmt: skip
+    if tied_to is not None:
+        del made._parameters["weight"], made.__dict__["declared"]["weight"]
+        made.__class__, made.__dict__["embedding"] = TiedHead, tied_to
+    return made
 
 
-def declare_rest(
-    module: nn.Module,
-    path: str,
-    initials: Mapping[str, Initial],
-    state: ParallelState,
-    *,
-    partial: bool = False,
-    cut: Mapping[str, Cut] | None = None,
+def declare_own(
+    module: nn.Module, state: ParallelState, *, cuts: Mapping[str, Cut] | None = None, partial: bool = False
 ) -> None:
-    """Declare a module's own parameters and persistent buffers, whole unless ``cut``, in place.
+    """Declare a module's own parameters and persistent buffers, whole but for ``cuts``, in place.
 
-    ``partial``: each tensor rank sees a part of what they compute with. On several tensor ranks the module's
-    code finds the rank's own tensors under their names.
+    ``partial``: each tensor rank sees a part of what the module computes with.
     """
-    parts = ("tensor",) if partial and state.tensor.size > 1 else ()
-    transient, names = module._non_persistent_buffers_set, []
-    stored = [(name, x) for name, x in module.named_buffers(recurse=False) if name not in transient]
-    for name, tensor in [*module.named_parameters(recurse=False), *stored]:
+    transient, parts = module._non_persistent_buffers_set, ("tensor",) * (partial and state.tensor.size > 1)
+    stored = {name: x for name, x in module.named_buffers(recurse=False) if name not in transient}
+    for name, tensor in (dict(module.named_parameters(recurse=False)) | stored).items():
         del (module._parameters if name in module._parameters else module._buffers)[name]
-        initial, piece = initials[f"{path}.{name}" if path else name], (cut or {}).get(name)
-        still = not tensor.requires_grad
-        part = () if piece or still else parts
-        stated = Declaration(tuple(tensor.shape), cut=piece, partial=part, buffer=still, initial=initial)
-        declare_parameter(module, name, stated, state)
-        names.append(name)
-    if names and state.tensor.size > 1:
-        made: Any = localized(cast(Any, type(module)), tuple(names))
-        module.__class__ = made
+        cut, still = (cuts or {}).get(name), not tensor.requires_grad
+        sums = () if cut or still else parts
+        initial = initial_of(tensor)
+        stated = Declaration(tuple(tensor.shape), cut, partial=sums, buffer=still, initial=initial)
+        declare_parameter(module, name, stated, state, plain=True)
 
 
-@lru_cache(maxsize=256)
-def localized(module_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass whose own code reads the parameters of these names as the rank's own tensors."""
-
-    def reader(name: str) -> Callable[[nn.Module], Tensor]:
-        return lambda module: _read(module, name)
-
-    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        with _reading(self):
-            return module_class.forward(self, *args, **named)
-
-    members = {name: property(reader(name)) for name in names} | {"forward": forward}
-    return type(module_class.__name__, (module_class,), members)
+GATE_AND_UP = ("gate_proj", "up_proj")
 
 
-def placed(module: nn.Module, made: Any) -> Any:
-    """Give a layer of our own the training mode of the one that it replaces."""
-    return made.train(module.training)
+class GateAndUp(nn.Module):
+    """Hold gate and up apart, that transformers' stacks of experts have as one: so each is cut evenly."""
+
+    #: The dim along which one lies after the other.
+    features_dim: int
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return torch.cat([getattr(self, name) for name in GATE_AND_UP], dim=self.features_dim)
+
+
+def part_gate_and_up(module: Any, dim: int) -> None:
+    """Hold gate and up of stacks of experts apart, in place."""
+    both = module._parameters.pop("gate_up_proj")
+    for name, part in zip(GATE_AND_UP, both.chunk(2, dim), strict=True):
+        module._parameters[name] = nn.Parameter(part)
+        vars(module._parameters[name])["initial"] = initial_of(both)
+    module._parameters["down_proj"] = module._parameters.pop("down_proj")  # last, as it was
+    module.features_dim = dim
+    module.__class__ = type(type(module).__name__, (GateAndUp, type(module)), {})
+
+
+def without_sequence(state: ParallelState) -> ParallelState:
+    """Return the same rank's state in a layout whose activations are whole."""
+    if not state.sequence:
+        return state
+    made = copy(state)
+    made.layout, made.around = replace(state.layout, sequence=False), state
+    return made
+
+
+def draw_apart(owner: nn.Module, state: ParallelState) -> None:
+    """Let each tensor rank draw from a stream of its own between a module's linears that give it a part and
+    the one that takes it, or the module's end, in place: what is dropped there is of numbers that no other
+    rank has.
+    """
+    before = list[tuple[torch.Generator, Tensor]]()
+
+    def begin(module: nn.Module, args: Any, output: Any) -> None:
+        if owner.training and not before:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            before.extend((each, each.get_state()) for each in accelerator.generators(state.device))
+            torch.manual_seed(seed + state.tensor.index)
+
+    def end(*_: Any) -> None:
+        for generator, was in before:
+            generator.set_state(was)
+        before.clear()
+
+    for layer in owner.children():
+        kind = vars(layer).get("inner")
+        if kind is RowParallelLinear:
+            layer.register_forward_pre_hook(end)
+        elif kind is ColumnParallelLinear:
+            layer.register_forward_hook(begin)
+    owner.register_forward_pre_hook(lambda module, args: before.clear())  # a recomputation may stop between
+    owner.register_forward_hook(end)

@@ -1,57 +1,36 @@
-"""Make transformers' model without memory, with how each parameter is initialized and what buffers hold."""
+"""Make transformers' model without memory, whose tensors know how they start and what they hold."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
-from .attention import registered
-from .config import AdoptedConfig, quiet, text_of
+from .attention import register
+from .config import AdoptedConfig, in_one_line, quiet, text_of
 
 
-@dataclass
-class OnMeta:
-    """Hold a model of transformers on the meta device.
-
-    ``initials``: how each parameter is initialized; ``OWN`` where transformers does what no other ``Initial``
-    does.
-    ``constants``: values of the buffers that no file holds, by module and name.
-    """
-
-    model: Any
-    initials: dict[str, Initial] = field(default_factory=dict)
-    constants: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-
-
-def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
+def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> Any:
     """Make the model in torch's default dtype. ``attention``: transformers' ``attn_implementation``.
 
+    ``initial_of`` says how its parameters start, and ``constants_of`` what buffers hold that no file does.
     Raises ``BadInput`` if it cannot be made on the meta device, or has tensors that cannot be declared.
     """
     config, kind, dtype = cfg.in_transformers(), cfg.model_type, torch.get_default_dtype()
-    registered()
+    register()
     # torch's grouped products have no fp64.
     experts = "eager" if dtype == torch.float64 else "grouped_mm"
-    try:
-        with quiet(), torch.device("meta"):
+    with quiet(), in_one_line(kind, expected="a model that transformers makes without memory"):
+        with torch.device("meta"):
             model = auto_class(kind).from_config(config, dtype=dtype, attn_implementation=attention)
         # After the model has checked it: most have none.
         text_of(model.config)._experts_implementation = experts
-        made = OnMeta(model)
-        with quiet(), torch.device("cpu"), torch.no_grad():
-            _initialize(made, kind)
-    except BadInput:
-        raise
-    except Exception as error:  # whatever its code raises
-        first = str(error).strip().partition("\n")[0][:160]
-        expected = "a model that transformers makes without memory"
-        raise BadInput(kind, expected=expected, found=f"{type(error).__name__}: {first}") from None
-    return made
+        with torch.device("cpu"), torch.no_grad():
+            _initialize(model, kind)
+    return model
 
 
 def auto_class(kind: str) -> Any:
@@ -62,8 +41,18 @@ def auto_class(kind: str) -> Any:
     return AutoModelForImageTextToText if kind in WHOLES else AutoModelForCausalLM
 
 
-def _initialize(made: OnMeta, kind: str) -> None:
-    model, initials = made.model, dict[int, Initial]()
+def initial_of(tensor: Tensor) -> Initial:
+    """Return how a tensor of the model starts; ``OWN`` where transformers does what no ``Initial`` does."""
+    return vars(tensor).get("initial", OWN)
+
+
+def constants_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the values of the module's own buffers that no file holds."""
+    return vars(module).get("constants", {})
+
+
+def _initialize(model: Any, kind: str) -> None:
+    """Let transformers' code initialize what it has made, which fills buffers and leaves notes elsewhere."""
     for path, module in model.named_modules():
         for name, member in vars(module).items():
             if isinstance(member, Tensor):
@@ -71,29 +60,23 @@ def _initialize(made: OnMeta, kind: str) -> None:
                 raise BadInput(kind, f"{path}.{name}", expected="no tensor", found="one", todo=todo)
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
-                numbers = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
-                module._buffers[name] = numbers
-                made.constants.append((module, name, numbers))
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
             elif not buffer.is_floating_point():
                 expected = "floating numbers: transformers keeps others in its files"
                 raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
-    with _recording(initials):
+    with _noting_initials():
         model.initialize_weights()
-    made.constants = [
-        (module, name, cast(Tensor, module._buffers[name])) for module, name, _ in made.constants
-    ]
-    for module, name, constant in made.constants:
-        if constant.is_floating_point() and bool(constant.isnan().any()):
-            where = f"{type(module).__name__}.{name}"
-            expected = "values that transformers' _init_weights sets"
-            raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
-    stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *stored]:
-        made.initials[name] = initials.get(id(tensor), OWN)
-
-
-def _unset(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point else 0
+    for module in model.modules():
+        buffers, transient = dict(module.named_buffers(recurse=False)), module._non_persistent_buffers_set
+        constants = {name: numbers for name, numbers in buffers.items() if name in transient}
+        for name, numbers in constants.items():
+            if numbers.is_floating_point() and bool(numbers.isnan().any()):
+                where = f"{type(module).__name__}.{name}"
+                expected = "values that transformers' _init_weights sets"
+                raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
+            module._buffers[name] = numbers.to("meta")
+        vars(module)["constants"] = constants
 
 
 def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Initial:
@@ -129,26 +112,23 @@ _INITIALS: dict[str, Callable[..., Initial]] = {
 
 
 @contextmanager
-def _recording(initials: dict[int, Initial]) -> Iterator[None]:
-    """Note calls of ``transformers.initialization`` on meta tensors; let through those on other tensors."""
+def _noting_initials() -> Iterator[None]:
+    """Let functions of ``transformers.initialization`` note on meta tensors what they would do with them."""
     from transformers import initialization
 
-    originals = {
-        name: getattr(initialization, name)
-        for name in dir(initialization)
-        if name.endswith("_") and not name.startswith("_") and callable(getattr(initialization, name))
+    def noting(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def note(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+            if not tensor.is_meta:
+                return original(tensor, *args, **named)
+            vars(tensor)["initial"] = _INITIALS[name](tensor, *args, **named) if name in _INITIALS else OWN
+            return tensor
+
+        return note
+
+    notes: dict[str, Any] = {
+        name: noting(name, function)
+        for name, function in vars(initialization).items()
+        if name.endswith("_") and not name.startswith("_")
     }
-
-    def recorder(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def record(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
-            read = _INITIALS.get(name)
-            if tensor.is_meta:
-                initials[id(tensor)] = OWN if read is None else read(tensor, *args, **named)
-                return tensor
-            return original(tensor, *args, **named)
-
-        return record
-
-    recorders: dict[str, Any] = {name: recorder(name, original) for name, original in originals.items()}
-    with patch.multiple(initialization, **recorders):
+    with patch.multiple(initialization, **notes):
         yield

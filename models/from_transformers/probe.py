@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.family import making
-from .attention import ATTENTION, Seen, watched
+from .attention import ATTENTION, watched
 from .config import AdoptedConfig, text_of
-from .meta import OnMeta, on_meta
+from .meta import on_meta
 
 _TOKENS = 16
 
@@ -23,21 +23,18 @@ _TOKENS = 16
 class Probed:
     """State what one forward showed, and why the model cannot be cut into stages or over context ranks.
 
-    ``blocks``: path of the list of blocks; ``entry``, ``exit``: modules with parameters that run before and
-    after them. ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor.
-    ``idle``: parameters that logits of tokens alone do not depend on, such as those of an image encoder;
-    ``idle_ends``: the outermost modules outside blocks that have no others.
+    ``blocks``: path of the list of blocks; ``exit``: modules outside with parameters that run after them.
+    ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor. ``idle``:
+    parameters that logits of tokens alone do not depend on, such as those of an image encoder.
     """
 
     blocks: str
-    entry: tuple[str, ...] = ()
-    exit: tuple[str, ...] = ()
+    exit: frozenset[str] = frozenset()
     outputs: int = 0
     takes_positions: bool = True
     no_pipeline: str = ""
     no_context: str = ""
     idle: frozenset[str] = frozenset()
-    idle_ends: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=32)
@@ -48,33 +45,30 @@ def probed(cfg: AdoptedConfig) -> Probed:
 
 
 def _probed(cfg: AdoptedConfig) -> Probed:
-    made = on_meta(cfg, attention=None)
-    blocks = path_of_blocks(made.model, cfg.num_hidden_layers)
-    takes = "position_ids" in signature(made.model.forward).parameters
+    model = on_meta(cfg, attention=None)
+    blocks = path_of_blocks(model, cfg.num_hidden_layers)
+    takes = "position_ids" in signature(model.forward).parameters
     if not blocks:
         why = f"no list of {cfg.num_hidden_layers} blocks in its code"
         return Probed("", no_pipeline=why, no_context=why, takes_positions=takes)
     no_context = ""
-    if not getattr(type(made.model), "_supports_attention_backend", False):
+    if not getattr(type(model), "_supports_attention_backend", False):
         no_context = "its attention is not transformers' common one"
     elif not takes:
         no_context = "its forward takes no position_ids"
-    seen: list[Seen] = []
+    problems = list[str]()
     try:
-        if no_context:
-            calls = _watch(made, blocks)
-        else:
-            with watched(seen):
-                calls = _watch(on_meta(cfg, attention=ATTENTION), blocks)
+        if not no_context:
+            model = on_meta(cfg, attention=ATTENTION)
+        with watched(problems):
+            calls = _Calls(model, blocks)
     except Exception as error:  # whatever its code raises
         first = str(error).strip().partition("\n")[0][:120]
         why = f"its code does not run without memory ({type(error).__name__}: {first})"
         return Probed(blocks, no_pipeline=why, no_context=no_context or why, takes_positions=takes)
-    no_context = no_context or _why_not_ours(made.model, blocks, seen, cfg)
-    return Probed(
-        blocks, tuple(calls.entry), tuple(calls.exit), calls.outputs, takes,
-        calls.problem(cfg), no_context, calls.idle, _ends(made.model, blocks, calls.idle),
-    )  # fmt: skip
+    no_context = no_context or _why_not_ours(model.get_submodule(blocks), problems, cfg)
+    no_pipeline = calls.problem(cfg)
+    return Probed(blocks, frozenset(calls.exit), calls.outputs, takes, no_pipeline, no_context, calls.idle)
 
 
 def path_of_blocks(model: nn.Module, count: int) -> str:
@@ -89,57 +83,57 @@ def path_of_blocks(model: nn.Module, count: int) -> str:
     return ""
 
 
-def _ends(model: nn.Module, blocks: str, idle: frozenset[str]) -> tuple[str, ...]:
-    """Return the outermost modules outside the blocks all of whose parameters are idle."""
-    ends = list[str]()
-    for path, module in model.named_modules():
-        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        outside = path and not f"{path}.".startswith((f"{blocks}.", *(f"{end}." for end in ends)))
-        if outside and names and idle.issuperset(names):
-            ends.append(path)
-    return tuple(ends)
-
-
 class _Calls:
-    """Note the order of calls around the blocks."""
+    """Run a forward, and note the order of calls around the blocks."""
 
     def __init__(self, model: Any, blocks: str) -> None:
         self.number_of = {block: number for number, block in enumerate(model.get_submodule(blocks))}
-        self.inner = {module for block in self.number_of for module in block.modules()}
+        inner = {module for block in self.number_of for module in block.modules()}
         self.order: list[int] = []
-        self.entry: dict[str, None] = {}
-        self.exit: dict[str, None] = {}
+        self.entry, self.exit = set[str](), set[str]()
         self.outputs, self.shapes = 0, set[tuple[int, ...]]()
         self.besides: list[Tensor] = []
         self.shared, self.idle = "", frozenset[str]()
-        self.bare = [
-            name for name, _ in model.named_parameters()
-            if model.get_submodule(name.rpartition(".")[0]) not in self.inner
-        ]  # fmt: skip
-        for path, module in model.named_modules():
+        self.bare = list[str]()
+        for path, module in model.eval().named_modules():
+            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
             if module in self.number_of:
-                module.register_forward_hook(self.left_block, with_kwargs=True)
-            elif module not in self.inner and next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(self.calls(path))
+                module.register_forward_hook(self._left_block, with_kwargs=True)
+            elif module not in inner and own:
+                self.bare += own
+                module.register_forward_pre_hook(self._noting(path))
+        self._run(model)
 
-    def calls(self, path: str) -> Any:
-        def note(module: nn.Module, args: Any) -> None:
-            (self.exit if self.order else self.entry).setdefault(path)
+    def _run(self, model: Any) -> None:
+        tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
+        with (
+            torch.device("meta"),
+            patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
+            patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
+        ):  # they read places and masks, which have no values here
+            logits = model(input_ids=tokens, use_cache=False).logits
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            try:
+                read = torch.autograd.grad(logits.float().sum(), [*trained.values()], allow_unused=True)
+            except NotImplementedError:  # its backward needs values: a step names what has no gradient
+                return
+        self.idle = frozenset(name for name, grad in zip(trained, read, strict=True) if grad is None)
 
-        return note
+    def _noting(self, path: str) -> Any:
+        return lambda module, args: (self.exit if self.order else self.entry).add(path)
 
-    def left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.order.append(self.number_of[module])
         named = dict(zip(signature(module.forward).parameters, args, strict=False)) | kwargs
-        entering = next(iter(named.values()), None)
-        for name, member in [*named.items()][1:]:
+        entering, *others = named.items()
+        for name, member in others:
             of_block = any(member is tensor for tensor in self.besides)
             if isinstance(member, Tensor) and (of_block or member.requires_grad):
                 self.shared = self.shared or name
         members = [output] if isinstance(output, Tensor) else [*output]
         self.outputs = 0 if isinstance(output, Tensor) else len(members)
         self.besides += [member for member in members[1:] if isinstance(member, Tensor)]
-        for x in (entering, members[0]):
+        for x in (entering[1], members[0]):
             self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
 
     def problem(self, cfg: AdoptedConfig) -> str:
@@ -150,34 +144,12 @@ class _Calls:
             return "what its blocks pass on is not (batch, sequence, hidden_size)"
         if self.shared:
             return f"its blocks are given {self.shared} beside hidden states, which alone stages send"
-        called = {*self.entry, *self.exit}
-        if both := self.entry.keys() & self.exit.keys():
+        if both := self.entry & self.exit:
             return f"{min(both)} runs before and after blocks"
         for name in self.bare:
-            if name.rpartition(".")[0] not in called and name not in self.idle:
+            if name.rpartition(".")[0] not in self.entry | self.exit and name not in self.idle:
                 return f"{name} is used outside the blocks, and no module of its own is called"
         return ""
-
-
-def _watch(made: OnMeta, blocks: str) -> _Calls:
-    model = made.model.eval()
-    for module, name, numbers in made.constants:
-        module._buffers[name] = numbers.to("meta")
-    calls = _Calls(model, blocks)
-    tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
-    with (
-        torch.device("meta"),
-        patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-        patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
-    ):  # they read places and masks, which have no values here
-        logits = model(input_ids=tokens, use_cache=False).logits
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        try:
-            read = torch.autograd.grad(logits.float().sum(), [*trained.values()], allow_unused=True)
-        except NotImplementedError:  # its backward needs values: a step names what has no gradient
-            return calls
-    calls.idle = frozenset(name for name, grad in zip(trained, read, strict=True) if grad is None)
-    return calls
 
 
 def _rope_by_length(config: Any) -> str:
@@ -195,16 +167,13 @@ _OTHER_MIXERS = re.compile(
 )
 
 
-def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: AdoptedConfig) -> str:
+def _why_not_ours(blocks: nn.Module, problems: Sequence[str], cfg: AdoptedConfig) -> str:
     """Return why our attention does not compute the model's, or nothing."""
-    for module in model.get_submodule(blocks).modules():
+    for module in blocks.modules():
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
     if rope := _rope_by_length(cfg.in_transformers()):
         return f"its rotation of type {rope} depends on the longest row that a rank has"
-    if not seen:
+    if not problems:
         return "its blocks do not call transformers' common attention"
-    for call in dict.fromkeys(seen):
-        if problem := call.problem():
-            return problem
-    return ""
+    return next(filter(None, problems), "")

@@ -418,7 +418,7 @@ def test_a_balance_loss_that_is_not_computed_is_named():
         ("arcee", {"rope_parameters": DYNAMIC}, {"context": 2}, "layout: context: expected 1 for arcee"),
         ("arcee", {}, {"tensor": 4}, "2 units of 16 on dim 0: expected a number that tensor=4 divides"),
         ("olmoe", {}, {"data": 2, "expert": 2}, "the experts of adopted models are not spread over ranks"),
-        ("arcee", {}, {"pipeline": 8}, "pipeline: expected at most 4, found 8"),
+        ("arcee", {}, {"pipeline": 8}, "pipeline: expected at most 4, one block a stage, found 8"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(kind, config, layout, says):
@@ -519,7 +519,7 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
 def test_an_embedding_with_an_option_that_ours_lacks_is_refused(option):
     module = torch.nn.Embedding(8, 4, **{option: True})
     with pytest.raises(BadInput, match=rf"embedding: .*{option}.*, found Embedding\(8, 4, {option}=True\)"):
-        cut_embedding(module, "arcee", ends=False, initial=OWN, state=None)
+        cut_embedding(module, "arcee", ends=False, state=None)
 
 
 @of_this_version

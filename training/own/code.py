@@ -49,9 +49,8 @@ def own_code(name: str, key: str) -> OwnCode:
     module = _ran[place][1]
     if not hasattr(module, entry):
         public = [known for known in vars(module) if not known.startswith("_")]
-        near = ", ".join(get_close_matches(entry, public, n=3, cutoff=0.5))
-        todo = f"Nearest: {near}" if near else ""
-        raise BadInput("recipe", key, expected=f"a name in {visible(file)}", found=entry, todo=todo)
+        expected, todo = f"a name in {visible(file)}", _nearest(entry, public, 3)
+        raise BadInput("recipe", key, expected=expected, found=entry, todo=todo)
     return OwnCode(getattr(module, entry), name, digest)
 
 
@@ -107,11 +106,9 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
 def check_keywords(code: OwnCode, arguments: Iterable[str], key: str) -> None:
     """Refuse an argument that a function or class has no keyword for."""
     signature = _signature(code.entry)
-    for name in arguments if signature is not None else ():
+    for name in arguments:
         if signature is not None and not names(code.entry, name):
-            known = [parameter for parameter in signature.parameters if parameter != "state"]
-            near = ", ".join(get_close_matches(name, known, n=1, cutoff=0.5))
-            todo = f"Nearest: {near}" if near else ""
+            todo = _nearest(name, signature.parameters.keys() - {"state"}, 1)
             raise BadInput("recipe", key, expected=_keywords(code), found=name, todo=todo)
 
 
@@ -129,9 +126,13 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    if (signature := _signature(function)) is None:
-        return False
-    parameters = signature.parameters
-    return keyword in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    signature = _signature(function)
+    parameters = () if signature is None else signature.parameters.values()
+    return any(
+        keyword == parameter.name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
     )
+
+
+def _nearest(name: str, known: Iterable[str], most: int) -> str:
+    near = ", ".join(get_close_matches(name, [*known], n=most, cutoff=0.5))
+    return f"Nearest: {near}" if near else ""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
-from pydantic import Field
 from pydantic_core import from_json
 from torch import Tensor, nn
 
@@ -21,6 +20,9 @@ from ...parallel_state import BadInput, Box, Layout, ParallelState, Piece, alone
 from ...recipes.recipe import Recipe
 from .code import OwnCode, call_own, names, own_code
 
+if TYPE_CHECKING:
+    from ..own_parts import OwnParts
+
 #: Of a vocabulary and of positions: no bound is known.
 UNKNOWN = 2**31 - 1
 #: The axes that a class without the keyword ``state`` knows nothing of.
@@ -30,31 +32,15 @@ _AXES = ("tensor", "context", "pipeline", "expert")
 class OwnConfig(ModelConfig):
     """Hold ``arguments``, the keywords of a module's class as JSON, and what the whole module shows."""
 
+    head_is_last: ClassVar[bool] = False  # the loss is given what the module gives
     arguments: str
     vocab_size: Whole = UNKNOWN
     hidden_size: Whole = 1
+    #: Not known: each layer refuses a cut of its own that is not even.
     intermediate_size: int = 0
     num_hidden_layers: Whole = 1
-    num_attention_heads: int = 1
+    num_attention_heads: int = 0
     max_position_embeddings: Whole = UNKNOWN
-    initializer_range: float = Field(default=0.02)
-
-    @property
-    def tensor_units(self) -> dict[str, int]:
-        """Return nothing: each layer refuses a cut of its own that is not even."""
-        return {}
-
-    @property
-    def head_is_last(self) -> bool:
-        """Tell no: the loss is given what the module gives."""
-        return False
-
-
-class OwnRun(Protocol):
-    """Define what a module's run adds to the checks of a layout (``OwnParts``)."""
-
-    def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
-        """Refuse a layout that the run's loss or the module's blocks cannot have."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class OwnFamily(Family):
 
     code: OwnCode = field(kw_only=True)
     #: The run's loss and samples, once they are made.
-    parts: OwnRun | None = field(default=None, kw_only=True, compare=False)
+    parts: OwnParts | None = field(default=None, kw_only=True, compare=False)
 
     def build(
         self,
