@@ -3,6 +3,7 @@
 ``family_of_type`` returns the ``Family`` of a model type. Nothing of transformers is imported before.
 """
 
-from .family import TransformersFamily, adopted_types, family_of_type
+from .config import adopted_types
+from .family import TransformersFamily, family_of_type
 
 __all__ = ["TransformersFamily", "adopted_types", "family_of_type"]

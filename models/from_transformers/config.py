@@ -1,5 +1,6 @@
 """Hold the config of an adopted model: transformers' own, as text, and the numbers that trilith reads."""
 
+import importlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -42,11 +43,11 @@ class AdoptedConfig(ModelConfig):
     @property
     def model_type(self) -> str:
         """Return transformers' name of the type."""
-        return str(from_json(self.raw)["model_type"])
+        return str(self.to_hf()["model_type"])
 
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
-        stated = from_json(self.raw)
+        stated = self.to_hf()
         with quiet():  # ids of tokens that the text leaves out have their defaults
             return config_class(stated.pop("model_type")).from_dict(stated)
 
@@ -70,9 +71,9 @@ class AdoptedConfig(ModelConfig):
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
         # No checkpoint holds infinity, but where it is a type's default it comes back by itself.
-        usual, free = usual_config(kind).to_dict(), {*_FREE}
-        endless = [key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)]
-        free |= {key for key in endless if known[key] == usual.get(key)}
+        usual = usual_config(kind).to_dict()
+        endless = {key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)}
+        free = _FREE | {key for key in endless if known[key] == usual.get(key)}
         text = {key: entry for key, entry in known.items() if key not in free} | {"model_type": kind}
         try:
             written = json.dumps(text, sort_keys=True, allow_nan=False)
@@ -117,7 +118,7 @@ class AdoptedConfig(ModelConfig):
     @property
     def drops(self) -> bool:
         """Tell whether some share of numbers may be dropped in training."""
-        stated = from_json(self.raw).items()
+        stated = self.to_hf().items()
         return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
 
     def to_hf(self) -> dict[str, Any]:
@@ -131,6 +132,23 @@ def config_class(kind: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[kind]
+
+
+@lru_cache
+def adopted_types() -> dict[str, str]:
+    """Return the causal types of the installed transformers, and the class of each: of a model of several
+    parts that of the whole.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    wholes = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    named = {kind: wholes.get(kind, name) for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
+
+
+def model_class(kind: str) -> Any:
+    """Return transformers' class of a type's models."""
+    return getattr(importlib.import_module("transformers"), adopted_types()[kind])
 
 
 def text_of(config: Any) -> Any:

@@ -11,7 +11,7 @@ from ...parallel_state import BadInput, Box, Layout, Piece
 from ..base.config import ModelConfig
 from ..base.family import Family, making
 from ..base.hugging_face_names import Link, shapes_of
-from .config import AdoptedConfig
+from .config import AdoptedConfig, adopted_types
 from .files import file_links
 from .meta import on_meta
 from .model import Adopted
@@ -71,9 +71,7 @@ class TransformersFamily(Family):
         tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
         for name, declaration in stated.items():
             hf, dim, number = model.fused.get(name, (tied.get(name, name), 0, 0))
-            start = [0] * len(declaration.shape)
-            if number:
-                start[dim] = number * declaration.shape[dim]
+            start = (number * size if axis == dim else 0 for axis, size in enumerate(declaration.shape))
             links.append(Link(name, Piece.plain(Box.whole(declaration.shape), hf, tuple(start))))
         return links
 
@@ -87,18 +85,6 @@ def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]
     embedding = model.get_input_embeddings().weight
     first = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     return sorted(links, key=lambda link: link.ours != first)
-
-
-@lru_cache
-def adopted_types() -> dict[str, str]:
-    """Return the causal types of the installed transformers, and the class of each: of a model of several
-    parts that of the whole.
-    """
-    from transformers.models.auto import modeling_auto as auto
-
-    wholes = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    named = {kind: wholes.get(kind, name) for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
 
 
 @lru_cache

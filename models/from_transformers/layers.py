@@ -223,8 +223,10 @@ def draw_apart(owner: nn.Module, state: ParallelState) -> None:
             generator.set_state(was)
         before.clear()
 
-    for layer in owner.children():
-        kind = vars(layer).get("inner")
+    kinds = {layer: vars(layer).get("inner") for layer in owner.children()}
+    if ColumnParallelLinear not in kinds.values():
+        return
+    for layer, kind in kinds.items():
         if kind is RowParallelLinear:
             layer.register_forward_pre_hook(end)
         elif kind is ColumnParallelLinear:

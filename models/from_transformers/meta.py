@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
 from .attention import register
-from .config import AdoptedConfig, in_one_line, quiet, text_of
+from .config import AdoptedConfig, in_one_line, model_class, quiet, text_of
 
 
 def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> Any:
@@ -25,20 +25,12 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> Any:
     experts = "eager" if dtype == torch.float64 else "grouped_mm"
     with quiet(), in_one_line(kind, expected="a model that transformers makes without memory"):
         with torch.device("meta"):
-            model = auto_class(kind).from_config(config, dtype=dtype, attn_implementation=attention)
+            model = model_class(kind)._from_config(config, dtype=dtype, attn_implementation=attention)
         # After the model has checked it: most have none.
         text_of(model.config)._experts_implementation = experts
         with torch.device("cpu"), torch.no_grad():
             _initialize(model, kind)
     return model
-
-
-def auto_class(kind: str) -> Any:
-    """Return what makes the model of a config: of one of several parts the whole, not its text part alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
-
-    return AutoModelForImageTextToText if kind in WHOLES else AutoModelForCausalLM
 
 
 def initial_of(tensor: Tensor) -> Initial:

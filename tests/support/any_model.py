@@ -22,8 +22,7 @@ from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
 from trilith.models.from_transformers import TransformersFamily, family_of_type
 from trilith.models.from_transformers import family as proved
-from trilith.models.from_transformers.config import FROM_PADDING, config_class, text_of
-from trilith.models.from_transformers.meta import auto_class
+from trilith.models.from_transformers.config import FROM_PADDING, config_class, model_class, text_of
 from trilith.parallel_state import (
     BadInput,
     Layout,
@@ -425,7 +424,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     """Return transformers' model with the weights of ours."""
-    theirs = auto_class(config.model_type).from_config(
+    theirs = model_class(config.model_type)._from_config(
         config.in_transformers(), dtype=torch.float64, attn_implementation="eager"
     )
     text_of(theirs.config)._experts_implementation = "eager"
