@@ -136,13 +136,12 @@ def config_class(kind: str) -> Any:
 
 @lru_cache
 def adopted_types() -> dict[str, str]:
-    """Return the causal types of the installed transformers, and the class of each: of a model of several
-    parts that of the whole.
+    """Return the types of the installed transformers that make text from tokens, be it with images, and the
+    class of each: of a model of several parts that of the whole.
     """
     from transformers.models.auto import modeling_auto as auto
 
-    wholes = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    named = {kind: wholes.get(kind, name) for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    named = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
 
 

@@ -49,7 +49,7 @@ LAYOUTS = {
     "context": Layout.of(context=2),
     "tensor x pipeline": Layout.of(tensor=2, pipeline=2),
 }
-LENGTH, SAMPLES, VOCABULARY, MOST = 32, 4, 130, 4_000_000
+LENGTH, SAMPLES, VOCABULARY, MOST = 32, 4, 130, 8_000_000
 #: How far a layout may be from one process, and ours from transformers where that casts to fp32 inside.
 SAME, NEAR = 1e-9, 1e-7
 
@@ -141,6 +141,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "mamba_headdim": 16,
     },
+    **{
+        f"{kind}_text": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        }
+        for kind in ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
+    "qwen2_vl_vision": {"embed_dim": 64},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
+    **{f"kosmos_{number}_text_model": {"ffn_dim": 96} for number in ("2", "2_5")},
     "prophetnet": {"pad_token_id": 0},
     "moshi": {"ffn_dim": 96},
     "xmod": {"pad_token_id": 0, "default_language": "en_XX"},
