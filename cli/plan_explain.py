@@ -19,7 +19,7 @@ from .shared.parameters import As, Range
 from .shared.say import say, say_json
 
 if TYPE_CHECKING:
-    from ..planner.explanations.explanation import Explanation
+    from ..planner.explanation import Explanation
 
 
 class Input(NamedTuple):
@@ -156,7 +156,7 @@ def _flag(option: str) -> str:
 
 def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> Explanation:
     """Put the numbers into the topic's formulas."""
-    from ..planner.explanations.explanation import Given, explain
+    from ..planner.explanation import Given, explain
 
     options, _ = read_table()
     at = {key: values[key] for key in topic.choices}
@@ -167,7 +167,7 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
         at[row.symbol] = value
     if at.get("model") is not None:
         _refuse_given(called, [row.option for row in topic.inputs if row.symbol in topic.of_model])
-        from ..planner.explanations.published import numbers_of
+        from ..planner.explanation import numbers_of
 
         numbers = numbers_of(at["model"], at.get("S", 1))
         at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
@@ -249,7 +249,7 @@ def _show(explanation: Explanation, as_json: bool) -> None:
     """Print an explanation: what is given, each result with its arithmetic, notes, sources."""
     from dataclasses import asdict
 
-    from ..planner.explanations.explanation import plain, readable
+    from ..planner.explanation import plain, readable
 
     if as_json:
         say_json(asdict(explanation))

@@ -102,136 +102,126 @@ def step_traffic(
     """
     work = replace(work, trains_all=getattr(model, "trains_all", False))
     parameters = rank_parameters(model, work.state)
-    return traffic_of(
-        work, parameters, stages_of(work, model, samples, loss), parameters.numbered.__getitem__
-    )
+    return traffic_of(work, parameters, stages_of(work, model, samples, loss))
 
 
-def traffic_of(
-    work: Work, parameters: RankParameters, stages: Sequence[StageCost], group: Callable[[int], Group]
-) -> list[Traffic]:
-    """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages; ``group``: counts
-    the parameters of the block of a number.
-    """
-    collectives: list[Traffic] = []
+def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> list[Traffic]:
+    """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages."""
+    sent, reached = _Sent(work), all(stage.has_backward for stage in stages)
     for stage in stages:
-        for piece in (*stage.blocks.values(), *stage.beside.parts, *([stage.loss] if stage.loss else [])):
-            collectives += traffic_of_piece(work, piece)
+        for piece in (*stage.blocks.values(), *stage.beside, *([stage.loss] if stage.loss else [])):
+            sent.piece(piece)
         for number, piece in (*stage.blocks.items(), *stage.further.items()):
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
-                collectives += traffic_of_piece(work, piece, again=True)
-    collectives = [_times(collective, work.micro_batches) for collective in collectives]
-    collectives += _between_stages(work)
-    of_root = gathers_of_root(work, reached=all(stage.has_backward for stage in stages))
-    collectives += _gathers(work, parameters.root, of_root, of_root)
+                sent.piece(piece, again=True)
+    sent.between_stages()
+    of_root = gathers_of_root(work, reached=reached)
+    sent.gathers(parameters.root, of_root, of_root)
     # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
     for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
-        collectives += _sums(work, end, root=True)
+        sent.sums(end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
-    vain = set() if all(stage.has_backward for stage in stages) else gathered_in_vain(work)
+    vain = set() if reached else gathered_in_vain(work)
     for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
-        collectives += _gathers(work, group(max(stage.blocks)), 1, 0) if place in vain else []
-        collectives += _gathers_of_blocks(work, place, stage, blocks, group)
+        if place in vain:
+            sent.gathers(parameters.group(max(stage.blocks)), 1, 0)
+        sent.gathers_of_blocks(place, stage, blocks, parameters.group)
         for block, number in blocks:
-            collectives += [_times(sent, number) for sent in _sums(work, block, root=False)]
-    collectives += _once(work, parameters)
-    return _added(collective for collective in collectives if collective.count and collective.ranks > 1)
+            sent.sums(block, number)
+    sent.once(parameters)
+    return sent.traffic
 
 
-def _between_stages(work: Work) -> list[Traffic]:
-    """Count hidden states to the next stage and gradients to the one before, a message for each micro-batch.
+class _Sent:
+    """Add up what a rank sends in a step, by axis, kind and purpose."""
 
-    Between two stages on the same rank (the lowest of a V) nothing is sent.
-    """
-    layout, sizes = work.layout, list[int]()
-    for number in layout.stages_of(work.at.pipeline):
-        for other in (number - 1, number + 1):
-            if 0 <= other < layout.stages and layout.rank_of_stage(other) != work.at.pipeline:
-                sizes.append(work.sent_by(min(number, other)))
-    count, size = work.micro_batches * len(sizes), work.micro_batches * sum(sizes)
-    return [Traffic("pipeline", "send", "hidden states", count, size, layout.pipeline)]
+    def __init__(self, work: Work) -> None:
+        self.work, self.layout = work, work.layout
+        self._sums: dict[tuple[str, str, str, int], tuple[int, int]] = {}
 
+    @property
+    def traffic(self) -> list[Traffic]:
+        return [
+            Traffic(axis, kind, what, count, size, ranks)
+            for (axis, kind, what, ranks), (count, size) in self._sums.items()
+        ]
 
-def _gathers(work: Work, group: Group, count: int, apart: int) -> list[Traffic]:
-    """Count FSDP's gathers of a group of parameters, a block or the rest, and those of the experts in it that
-    are gathered ``apart``.
-    """
-    return [
-        Traffic(axis, "all_gather", "weights", number, number * padded * work.compute, ranks)
-        for axis, ranks, padded, number in (
-            ("data", work.layout.data_sizes()[1], group.padded, count),
-            ("expert data", work.layout.data_sizes(experts=True)[1], group.apart, apart),
-        )
-        if padded
-    ]
+    def add(self, axis: str, kind: str, what: str, ranks: int, count: int, size: int) -> None:
+        """Add so many collectives, to which a rank gives ``size`` bytes in all."""
+        if count and ranks > 1:
+            counts, sizes = self._sums.get(key := (axis, kind, what, ranks), (0, 0))
+            self._sums[key] = counts + count, sizes + size
 
+    def piece(self, piece: Piece, *, again: bool = False) -> None:
+        rounds = self.work.micro_batches
+        for one in traffic_of_piece(self.work, piece, again=again):
+            self.add(one.axis, one.kind, one.what, one.ranks, rounds * one.count, rounds * one.bytes)
 
-def _gathers_of_blocks(
-    work: Work,
-    place: int,
-    stage: StageCost,
-    blocks: Iterable[tuple[Group, int]],
-    group: Callable[[int], Group],
-) -> list[Traffic]:
-    """Count FSDP's gathers of all blocks of a stage, whose number is ``place``."""
-    counts, collectives = Counter[Group](), list[Traffic]()
-    for block, number in blocks:
-        counts[block] += number
-    for number in stage.before_trained:
-        counts[group(number)] -= 1
-        forward = gathers_of_block(work, place, reached=False)
-        # Where experts are gathered by themselves the block that holds them is gathered after them, too.
-        # FSDP gathers the block before the one whose backward runs.
-        ahead = gathers_ahead(work) * (number == stage.before_trained[-1] and stage.has_backward)
-        collectives += _gathers(work, group(number), forward + ahead, forward)
-    for block, number in counts.items():
-        gathers = gathers_of_block(work, place)
-        collectives += [_times(sent, number) for sent in _gathers(work, block, gathers, gathers)]
-    return collectives
+    def between_stages(self) -> None:
+        """Add hidden states to the next stage and gradients to the one before, for each micro-batch.
 
+        Between two stages on the same rank (the lowest of a V) nothing is sent.
+        """
+        layout, rounds, own = self.layout, self.work.micro_batches, self.work.at.pipeline
+        for number in layout.stages_of(own):
+            for other in (number - 1, number + 1):
+                if 0 <= other < layout.stages and layout.rank_of_stage(other) != own:
+                    size = rounds * self.work.sent_by(min(number, other))
+                    self.add("pipeline", "send", "hidden states", layout.pipeline, rounds, size)
 
-def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:
-    """Count the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
-    scatters, replicas = sums(work), sums_of_replicas(work, root=root)
-    collectives = []
-    for experts, name, trained in ((False, "", group.trained_padded), (True, "expert ", group.trained_apart)):
-        if trained:
-            (copies, shards, _), piece = work.layout.data_sizes(experts), trained * work.reduce
-            size = scatters * shards * piece
-            collectives += [
-                Traffic(f"{name}data", "reduce_scatter", "gradients", scatters, size, shards),
-                Traffic(f"{name}replicas", "all_reduce", "gradients", replicas, replicas * piece, copies),
-            ]
-    return collectives
+    def gathers(self, group: Group, count: int, apart: int, times: int = 1) -> None:
+        """Add FSDP's gathers of a group of parameters, a block or the rest, and those of its experts that
+        are gathered ``apart``; ``times``: of so many groups alike.
+        """
+        for axis, padded, number in (("data", group.padded, count), ("expert data", group.apart, apart)):
+            if padded:
+                ranks = self.layout.data_sizes(axis != "data")[1]
+                size = times * number * padded * self.work.compute
+                self.add(axis, "all_gather", "weights", ranks, times * number, size)
 
+    def gathers_of_blocks(
+        self,
+        place: int,
+        stage: StageCost,
+        blocks: Iterable[tuple[Group, int]],
+        group: Callable[[int], Group],
+    ) -> None:
+        """Add FSDP's gathers of all blocks of a stage, whose number is ``place``."""
+        work, counts = self.work, Counter[Group]()
+        for block, number in blocks:
+            counts[block] += number
+        for number in stage.before_trained:
+            counts[group(number)] -= 1
+            forward = gathers_of_block(work, place, reached=False)
+            # Where experts are gathered by themselves the block that holds them is gathered after them, too.
+            # FSDP gathers the block before the one whose backward runs.
+            ahead = gathers_ahead(work) * (number == stage.before_trained[-1] and stage.has_backward)
+            self.gathers(group(number), forward + ahead, forward)
+        for block, number in counts.items():
+            gathers = gathers_of_block(work, place)
+            self.gathers(block, gathers, gathers, number)
 
-def _once(work: Work, parameters: RankParameters) -> list[Traffic]:
-    """Count the traffic that a step has once: the sums of partial gradients, and single numbers."""
-    layout, size, terms = work.layout, max(work.master, work.reduce), parameters.terms
-    total = parameters.every
-    partial, ends = bool(total.partial_tensors), bool(total.end_tensors)
-    return [
-        Traffic("tensor", "all_reduce", "partial gradients", partial, total.partial * size, layout.tensor),
-        Traffic("ends", "all_reduce", "tied embedding", ends, total.ends * size, 2),
+    def sums(self, group: Group, times: int = 1, *, root: bool = False) -> None:
+        """Add the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
+        scatters, replicas = sums(self.work) * times, sums_of_replicas(self.work, root=root) * times
+        for name, trained in (("", group.trained_padded), ("expert ", group.trained_apart)):
+            if trained:
+                (copies, shards, _), piece = self.layout.data_sizes(bool(name)), trained * self.work.reduce
+                size = scatters * shards * piece
+                self.add(f"{name}data", "reduce_scatter", "gradients", shards, scatters, size)
+                self.add(f"{name}replicas", "all_reduce", "gradients", copies, replicas, replicas * piece)
+
+    def once(self, parameters: RankParameters) -> None:
+        """Add the traffic that a step has once: the sums of partial gradients, and single numbers."""
+        layout, total, terms = self.layout, parameters.every, parameters.terms
+        size = max(self.work.master, self.work.reduce)
+        for axis, what, ranks, tensors, elements in (
+            ("tensor", "partial gradients", layout.tensor, total.partial_tensors, total.partial),
+            ("ends", "tied embedding", 2, total.end_tensors, total.ends),
+        ):
+            self.add(axis, "all_reduce", what, ranks, bool(tensors), elements * size)
         # With the counts of the loss's terms go five numbers that tell whether every rank can use its batch.
-        Traffic("all", "all_reduce", "tokens", 1, (5 + terms) * 8, layout.world),
+        self.add("all", "all_reduce", "tokens", layout.world, 1, (5 + terms) * 8)
         # With its sums go two numbers that tell whether every parameter has a gradient.
-        Traffic("all", "all_reduce", "loss", 1, (2 + terms) * 8, layout.world),
-        Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
-    ]
-
-
-def _times(collective: Traffic, count: int) -> Traffic:
-    return replace(collective, count=count * collective.count, bytes=count * collective.bytes)
-
-
-def _added(collectives: Iterable[Traffic]) -> list[Traffic]:
-    """Add up the traffic of each axis, kind and purpose."""
-    by_key: dict[tuple[str, str, str], Traffic] = {}
-    for collective in collectives:
-        key = (collective.axis, collective.kind, collective.what)
-        before = by_key.get(key, Traffic(*key, 0, 0, collective.ranks))
-        by_key[key] = Traffic(
-            *key, before.count + collective.count, before.bytes + collective.bytes, collective.ranks
-        )
-    return list(by_key.values())
+        self.add("all", "all_reduce", "loss", layout.world, 1, (2 + terms) * 8)
+        self.add("all", "all_reduce", "gradient norm", layout.world, 1, max(self.work.master, 4))

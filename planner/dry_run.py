@@ -3,9 +3,7 @@
 Any number of ranks takes seconds: a rank's model is built on the meta device, with no process and no group.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +11,7 @@ import torch
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..pipeline import bubble
-from ..recipes.recipe import Recipe, with_overrides
+from ..recipes.recipe import Recipe
 from ..runs.launch import device_here
 from ..simulation.model_flops import TokenFlops, parameters_of
 from ..system.addresses import can_be_read
@@ -26,11 +24,11 @@ from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
-from .rank_parameters import Group, RankParameters, rank_parameters
-from .sampled_module import Asked, planned_model
+from .planned_model import Asked, planned_model
+from .rank_parameters import RankParameters, rank_parameters
+from .remedies import Remedy, changes_of, keys_of, remedies
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work, sizes_of
-from .suggestions import Change, Remedy, changes_that_fit
 from .time import Machine, StepTime, StepTimer
 
 
@@ -82,9 +80,7 @@ class DryRun:
 
     @property
     def _tried(self) -> str:
-        keys = dict.fromkeys(
-            text.partition("=")[0] for change in _changes(self.recipe) for text in change.overrides
-        )
+        keys = dict.fromkeys(key for change in changes_of(self.recipe) for key in keys_of(change))
         if not keys:
             return "nothing in the recipe is left to change"
         return f"{', '.join(keys)} do not suffice, alone or together"
@@ -122,7 +118,10 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     device = device if device is not None else device_room(recipe)
     room = None if device is None else usable(device, recipe.memory.headroom)
     micro_batches = _micro_batches(recipe)
-    too_much = room is not None and chosen.total > room
+
+    def total(changed: Recipe) -> int:
+        return heaviest(changed, plan_without_weights(changed)[0]).total
+
     return DryRun(
         recipe,
         parameters.whole,
@@ -134,7 +133,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
         _flops(recipe, planned),
         device,
         room,
-        _remedies(recipe, room) if too_much and room is not None else [],
+        [] if room is None or chosen.total <= room else remedies(recipe, total, room),
         missing + out_of_reach(recipe, planned.config.vocab_size),
     )
 
@@ -158,10 +157,10 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    parameters, costs, group = _asked(recipe, planned, work)
+    parameters, costs = _rank_of(recipe, planned, work)
     runtime = runtime_of(recipe.device)
     totals = parameters.every
-    memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs, group)
+    memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs)
     return RankPlan(rank, memory, runtime, totals.here, totals.stored, totals.trained_stored, traffic)
 
 
@@ -194,22 +193,18 @@ def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     return timer.time()
 
 
-def _asked(
-    recipe: Recipe, planned: Plan, work: Work
-) -> tuple[RankParameters, list[StageCost], Callable[[int], Group]]:
-    """Return a rank's parameters, its stages' costs and the parameters of a block by its number: from one
-    block of each kind, or from every block where the recipe treats some of them differently.
+def _rank_of(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:
+    """Return a rank's parameters and the costs of its stages: from one block of each kind, or from every
+    block where the recipe treats some of them differently.
     """
     whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
     if whole and planned.own is None and not planned.family.adopted:
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe, work.state)
-        parameters = rank_parameters(model, work.state)
-        return parameters, stage_costs(work, model), parameters.numbered.__getitem__
-    sample = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
-    group = partial(sample.group, state=work.state)
-    return sample.parameters(work.state, planned.split), sample.costs(work, planned.split), group
+        return rank_parameters(model, work.state), stage_costs(work, model)
+    model = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
+    return model.parameters(work.state, planned.split), model.costs(work, planned.split)
 
 
 def _asked_of(recipe: Recipe, planned: Plan) -> Asked:
@@ -254,38 +249,3 @@ def device_room(recipe: Recipe) -> int | None:
     if recipe.device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return None
-
-
-def _remedies(recipe: Recipe, room: int) -> list[Remedy]:
-    def total(changes: Sequence[Change]) -> int | None:
-        overrides = [text for change in changes for text in change.overrides]
-        try:
-            changed = with_overrides(recipe, overrides)
-            return heaviest(changed, plan_without_weights(changed)[0]).total
-        except BadInput:
-            return None
-
-    return changes_that_fit(_changes(recipe), total, room)
-
-
-def _changes(recipe: Recipe) -> list[Change]:
-    """Return what saves memory, by what it costs in time."""
-    layout, memory, changes = recipe.layout, recipe.memory, []
-    if memory.loss_chunk in ("auto", 0):
-        changes.append(Change(("memory.loss_chunk=1024",)))
-    if memory.checkpointing == "none":
-        changes.append(Change(("memory.checkpointing=selective",)))
-    if layout.data > 1:
-        changes += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, 4)]
-    if recipe.data.micro_batch > 1:
-        changes.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
-    if memory.checkpointing == "every":
-        changes += [Change(("memory.checkpoint_every=1",))] if memory.every > 1 else []
-    elif memory.checkpointing != "full":
-        changes.append(Change(("memory.checkpointing=full",)))
-    if layout.tensor < 8 and layout.data % 2 == 0:
-        halved = f"layout.data={layout.data // 2}"
-        changes.append(Change((f"layout.tensor={2 * layout.tensor}", "layout.sequence=true", halved)))
-    if not memory.offload:
-        changes.append(Change(("memory.offload=true",)))
-    return changes

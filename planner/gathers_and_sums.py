@@ -101,7 +101,7 @@ def _backwards_in_two(work: Work, stage: int) -> int:
     """Return the number of micro-batches whose backward has two parts on a stage: all of them, or in
     DualPipeV as many as in its shortest step.
     """
-    if work.layout.pipeline == 1 or not schedule_kind(work.schedule).two_backwards:
+    if not work.in_two:
         return 0
     order, few = _shortest(work)
     micro_batches = sum(action.kind == "I" and action.stage == stage for action in order)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.schedule_kinds import schedule_kind
 from .own_module import Loss, stages_of
 from .rank_parameters import RankParameters, rank_parameters
 from .rank_walk import RankWalk
-from .stage_bytes import StageBytes
 from .stage_costs import StageCost
 from .step_shape import Work
 
@@ -75,18 +72,9 @@ def plan_memory(
     return memory_of(work, rank_parameters(model, work.state), stages_of(work, model, samples, loss))
 
 
-def memory_of(
-    work: Work,
-    parameters: RankParameters,
-    stages: Sequence[StageCost],
-    *,
-    known: dict[Any, Any] | None = None,
-) -> MemoryPlan:
-    """Return the memory of the rank of ``work``, from its parameters and the costs of its stages.
-
-    ``known``: what was computed for the same stages before; new ones are added. They must live as long.
-    """
-    walk = RankWalk(work, parameters, _bytes_of_stages(work, stages, {} if known is None else known))
+def memory_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> MemoryPlan:
+    """Return the memory of the rank of ``work``, from its parameters and the costs of its stages."""
+    walk = RankWalk(work, parameters, stages)
     walk.walk()
     worst = max(walk.peaks.values())
     total = parameters.every
@@ -111,18 +99,3 @@ def memory_of(
         for loss, peak in walk.peaks.items()
     }
     return replace(plan, logits=at.get(True, 0), block=at.get(False, 0))
-
-
-def _bytes_of_stages(work: Work, stages: Sequence[StageCost], known: dict[Any, Any]) -> list[StageBytes]:
-    layout, number = work.layout, work.at.pipeline
-    here, mode = layout.stages_of(number), (work.checkpointing, work.checkpoint_every)
-    largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
-    parts = []
-    in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-    for stage, cost in zip(here, stages, strict=True):
-        own_input = stage - 1 in here
-        key = id(cost), mode, layout.pipeline > 1, in_two, own_input, largest
-        if key not in known:
-            known[key] = StageBytes(cost, work, in_two=in_two, own_input=own_input, largest=largest)
-        parts.append(known[key])
-    return parts

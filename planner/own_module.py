@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
-from ..models import Family
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
@@ -24,7 +23,7 @@ from ..simulation.traced import trace
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..training.token_loss import TokenLoss
 from .rank_parameters import has_pieces, parts_of_module
-from .stage_costs import Pieces, StageCost, stage_costs
+from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
 #: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
@@ -33,36 +32,27 @@ _NOTHING = Trace(kept=0, made=0, forward=0, weights=0)
 
 
 def stages_of(
-    work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
+    work: Work,
+    model: nn.Module,
+    samples: Mapping[str, Tensor] | None = None,
+    loss: Loss | None = None,
+    outputs: Sequence[StageOutput] | None = None,
 ) -> list[StageCost]:
-    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module. Of a
-    language model that transformers computes, samples and loss are known.
+    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module.
+
+    Of another module each stage is one piece. ``samples``: the tensors that ``forward`` and ``loss`` are
+    given, of at least one micro-batch; only their shapes and dtypes count. Of a language model that
+    transformers computes both are known. ``outputs``: what each stage of the model gives (``outputs_of``); by
+    default hidden states as ``hidden_shape`` of the model or ``work`` says. Raises ``BadInput`` for samples
+    or a loss that are missing, and for a module that cannot be traced.
     """
     if has_pieces(model):
         return stage_costs(work, model)
-    family: Family | None = getattr(model, "family", None)
+    layout, family = work.layout, getattr(model, "family", None)
+    numbers = layout.stages_of(work.at.pipeline)
     if samples is None and family is not None and family.adopted:
         ids = torch.empty((1, work.sequence_length), dtype=torch.int64, device="meta")
         samples, loss = {"input_ids": ids, "labels": ids}, TokenLoss(cast(Any, model))
-    return module_stages(work, model, samples, loss)
-
-
-def module_stages(
-    work: Work,
-    model: nn.Module,
-    samples: Mapping[str, Tensor] | None,
-    loss: Loss | None,
-    outputs: Sequence[StageOutput] | None = None,
-) -> list[StageCost]:
-    """Return a stage for each that the rank of ``work`` holds of a module, ``model``.
-
-    ``samples``: the tensors that ``forward`` and ``loss`` are given, of at least one micro-batch; only their
-    shapes and dtypes count. ``outputs``: what each stage of the model gives (``outputs_of``); by default
-    hidden states as ``hidden_shape`` of the model or ``work`` says. Raises ``BadInput`` for samples or a loss
-    that are missing, and for a module that cannot be traced.
-    """
-    layout = work.layout
-    numbers = layout.stages_of(work.at.pipeline)
     if samples is None or (layout.stages - 1 in numbers and loss is None):
         raise BadInput(
             "plan", "samples" if samples is None else "loss",
@@ -74,11 +64,12 @@ def module_stages(
     stages.assume(outputs or _hidden_states(work, model, part))
     costs = []
     for number, parameters in zip(numbers, parts_of_module(model), strict=True):
-        first, last = number == 0, number == layout.stages - 1
-        taken = partial(_take, work, model, stages, number, part, loss if last else None, parameters)
-        behind = Pieces((Piece(taken),))
+        last = number == layout.stages - 1
+        taken = partial(_take, work, stages, number, part, loss if last else None, parameters)
+        whole = (Piece(taken),)
         end = Piece(lambda mode, in_two: _NOTHING, what="loss") if last else None
-        costs.append(StageCost(first, {}, behind, frozenset(), None, end, behind, leads=number == numbers[0]))
+        leads = number == numbers[0]
+        costs.append(StageCost(number == 0, {}, whole, frozenset(), None, end, whole, leads=leads))
     return costs
 
 
@@ -133,7 +124,6 @@ def _hidden_states(work: Work, model: nn.Module, part: Mapping[str, Tensor]) -> 
 
 def _take(
     work: Work,
-    model: nn.Module,
     stages: Stages,
     number: int,
     samples: Mapping[str, Tensor],
@@ -142,6 +132,7 @@ def _take(
     mode: Checkpointing,
     in_two: bool,
 ) -> Trace:
+    model: nn.Module = stages.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     mine = [names[id(parameter)] for parameter in parameters]
     with shapes_only([model], work.batch):

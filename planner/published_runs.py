@@ -4,7 +4,7 @@ The rows of ``published_runs.toml`` are data to judge the planner by. No constan
 computed comes from them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from ..models import family_of, published_sizes
 from ..parallel_state import Layout, ParallelState
 from ..storage.small_files import read_toml
 from .device_memory import FRAGMENTATION, reserved_bytes
+from .memory import memory_of
 from .sampled_model import sampled
 from .step_shape import Work
 from .time import StepTime, StepTimer, machine_named
@@ -58,6 +59,11 @@ class PublishedRun:
     differs: str = ""
     named: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def products(self) -> str:
+        """Return the type of matrix products, and whether blocks are compiled."""
+        return self.dtype + ("" if self.compiled else ", eager")
 
 
 @dataclass(frozen=True)
@@ -117,22 +123,18 @@ def compare(run: PublishedRun) -> Comparison:
         inner = (config.num_hidden_layers - 2 * run.split_ends) // (layout.stages - 2)
         split = [run.split_ends, *[inner] * (layout.stages - 2), run.split_ends]
     rounds = run.global_batch // layout.data // run.micro_batch
-    work = Work(
-        ParallelState.stand_in(layout),
-        config.hidden_size,
-        run.sequence_length,
-        run.micro_batch,
-        rounds,
-        schedule=run.schedule,
-        compute=2,
-        checkpointing=run.checkpointing,
-    )
+    step = config.hidden_size, run.sequence_length, run.micro_batch, rounds, run.schedule
+    work = Work(ParallelState.stand_in(layout), *step, compute=2, checkpointing=run.checkpointing)
     model = sampled(family, config, layout, float8="tensorwise" if run.dtype == "float8" else None)
     machine = machine_named(run.gpu)
     machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth)
     timer = StepTimer(model, work, machine, split=split, compiled=run.compiled, dtype=run.dtype)
     time = timer.time()
-    memory = max(plan.total for plan in timer.memory()) / 2**30
+    plans = [
+        memory_of(work.of_pipeline(rank), timer.parameters(rank), timer.costs(rank))
+        for rank in range(layout.pipeline)
+    ]
+    memory = max(plan.total for plan in plans) / 2**30
     rate = time.rate / layout.world
     if run.tokens:
         unit, reported, predicted = "tokens/s", run.tokens, rate
@@ -192,8 +194,6 @@ Possible reasons, none of which a measurement here has shown:
 
 The columns:
 
-| column | meaning |
-|---|---|
 {meanings}
 
 The first two rows are this project's own measurement.
@@ -212,80 +212,73 @@ what was reported.
 
 def page(comparisons: Sequence[Comparison]) -> str:
     """Return docs/published_runs.md."""
-    errors = [comparison.error for comparison in comparisons]
+    errors, rest = [comparison.error for comparison in comparisons], corrected(comparisons)
+    slower = [comparison.times_slower for comparison in comparisons]
+    reporting = [row for row in comparisons if row.run.gibibytes]
+    plain = [row.memory / row.run.gibibytes for row in reporting]
+    explained = [row.explained / row.run.gibibytes for row in reporting]
     head = _HEAD.format(
         rows=len(comparisons),
         within=sum(abs(error) <= 0.15 for error in errors),
         middle=100 * median(map(abs, errors)),
         largest=100 * max(map(abs, errors)),
-        least=min(comparison.times_slower for comparison in comparisons),
-        most=max(comparison.times_slower for comparison in comparisons),
-        usual=median(comparison.times_slower for comparison in comparisons),
-        again=sum(abs(error) <= 0.15 for error in corrected(comparisons)),
-        error=100 * median(map(abs, corrected(comparisons))),
+        least=min(slower),
+        most=max(slower),
+        usual=median(slower),
+        again=sum(abs(error) <= 0.15 for error in rest),
+        error=100 * median(map(abs, rest)),
         fast=sum(error > 0 for error in errors),
-        **_memory(comparisons),
-        meanings="\n".join(f"| {name} | {meaning} |" for name, meaning in _MEANINGS.items()),
+        meanings=_table(("column", "meaning"), _MEANINGS.items()),
+        reporting=len(reporting),
+        lowest=min(plain),
+        highest=max(plain),
+        under=min(explained),
+        over=max(explained),
+        unused=FRAGMENTATION,
+        memory=_table(_MEMORY, map(_memory_cells, reporting)),
     )
-    parts, rest = [head], corrected(comparisons)
+    parts = [head]
     for source in dict.fromkeys(comparison.run.source for comparison in comparisons):
-        of = [both for both in zip(comparisons, rest, strict=True) if both[0].run.source == source]
+        rows = [both for both in zip(comparisons, rest, strict=True) if both[0].run.source == source]
         place = f"<{source}>" if "://" in source else f"[{source}]({source})"
-        title = of[0][0].run.title
-        parts.append(f"## {title}\n\nSource: {place}\n\n" + "\n".join(_table(of)) + "\n")
+        table = _table(_COLUMNS, (_cells(comparison, error) for comparison, error in rows))
+        parts.append(f"## {rows[0][0].run.title}\n\nSource: {place}\n\n{table}\n")
     return "\n".join(parts)
 
 
-def _memory(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return what the page says of the rows that report memory."""
-    rows = [row for row in comparisons if row.run.gibibytes]
-    plain = [row.memory / row.run.gibibytes for row in rows]
-    explained = [row.explained / row.run.gibibytes for row in rows]
-    lines = [
-        f"| {row.run.gpus:,} x {row.run.model} | {row.run.dtype}{'' if row.run.compiled else ', eager'} | "
-        f"{row.memory:.1f} | {row.run.named:+.1f} | {row.explained:.1f} | {row.run.gibibytes:.1f} | "
-        f"{row.run.differs} |"
-        for row in rows
-    ]
-    head = ("GPUs x model", "products", "planned", "by name", "so expected", "reported", "what differs")
-    return {
-        "reporting": len(rows),
-        "lowest": min(plain),
-        "highest": max(plain),
-        "under": min(explained),
-        "over": max(explained),
-        "unused": FRAGMENTATION,
-        "memory": "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines]),
-    }
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
-#: The head of each table.
+#: The heads of the table of memory, and of each table of speeds.
+_MEMORY = ("GPUs x model", "products", "planned", "by name", "so expected", "reported", "what differs")
 _COLUMNS = ("model", "GPUs", "layout", "step", "checkpointing", "products", "reported", "predicted", "error",
             "corrected", "memory", "assumed")  # fmt: skip
 
 
-def _table(rows: list[tuple[Comparison, float]]) -> Iterator[str]:
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|---" * len(_COLUMNS) + "|"
-    for comparison, rest in rows:
-        run, layout = comparison.run, comparison.layout
-        stages = f", {run.schedule}" if layout.pipeline > 1 else ""
-        memory = f"{comparison.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else "")
-        cells = (
-            run.model,
-            f"{run.gpus:,} {run.gpu}",
-            f"{layout}{stages}",
-            f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once",
-            run.checkpointing,
-            run.dtype + ("" if run.compiled else ", eager"),
-            f"{_short(comparison.reported)} {comparison.unit}",
-            _short(comparison.predicted),
-            f"{100 * comparison.error:+.0f} %",
-            f"{100 * rest:+.0f} %",
-            memory,
-            run.assumed,
-        )
-        yield f"| {' | '.join(cells)} |"
+def _memory_cells(row: Comparison) -> tuple[str, ...]:
+    run = row.run
+    sizes = f"{row.memory:.1f}", f"{run.named:+.1f}", f"{row.explained:.1f}", f"{run.gibibytes:.1f}"
+    return f"{run.gpus:,} x {run.model}", run.products, *sizes, run.differs
+
+
+def _cells(comparison: Comparison, rest: float) -> tuple[str, ...]:
+    run, layout = comparison.run, comparison.layout
+    return (
+        run.model,
+        f"{run.gpus:,} {run.gpu}",
+        str(layout) + (f", {run.schedule}" if layout.pipeline > 1 else ""),
+        f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once",
+        run.checkpointing,
+        run.products,
+        f"{_short(comparison.reported)} {comparison.unit}",
+        _short(comparison.predicted),
+        f"{100 * comparison.error:+.0f} %",
+        f"{100 * rest:+.0f} %",
+        f"{comparison.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else ""),
+        run.assumed,
+    )
 
 
 def _short(number: float) -> str:

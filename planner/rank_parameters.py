@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
+from itertools import chain
 from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
@@ -120,8 +121,8 @@ class RankParameters:
     tied: int = 0
     #: Terms of the loss of the model: of the next token, and of multi-token prediction if there is some.
     terms: int = 1
-    #: The groups of blocks by their numbers, where every block was counted.
-    numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
+    #: Returns the group of the block of a number, in a model whose blocks are planned apart.
+    group: Callable[[int], Group] = field(default={}.__getitem__, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:
@@ -179,25 +180,20 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         if model.stage.last:  # which has multi-token prediction
             parts[-1] |= {int(name): block for name, block in model.mtp.items()}
         groups_of = [{n: count_module(state, block) for n, block in part.items()} for part in parts]
-        numbered = {number: group for groups in groups_of for number, group in groups.items()}
+        numbered = dict(chain.from_iterable(groups.items() for groups in groups_of))
         stages = [tuple(Counter(groups.values()).items()) for groups in groups_of]
         count = partial(count_module, state)
-        return zoo_parameters(model, model.stage, stages, count, numbered)
-    block_of = dict[str, str]()
-    blocks = {id(block) for block in find_blocks(model)}
-    for path, module in model.named_modules():
-        if id(module) in blocks:
-            block_of |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
-    named, members = dict(model.named_parameters()), dict[str, list[tuple[nn.Parameter, Declaration]]]()
+        return zoo_parameters(model, model.stage, stages, count, numbered.__getitem__)
+    named, blocks = dict(model.named_parameters()), find_blocks(model)
+    paths = {module: path for path, module in model.named_modules()}
+    block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
+    members: dict[nn.Module, list[tuple[nn.Parameter, Declaration]]] = {each: [] for each in (model, *blocks)}
     for name, declaration in declarations(model).items():
-        members.setdefault(block_of.get(name, ""), []).append((named[name], declaration))
-    groups = {name: count_parameters(parameters, state) for name, parameters in members.items()}
-    root, paths = groups.pop("", Group()), {id(module): path for path, module in model.named_modules()}
-    counts = [
-        Counter(groups[paths[id(block)]] for block in blocks if paths[id(block)] in groups)
-        for blocks in _blocks_of_parts(model)
-    ]
-    return RankParameters(root, tuple(tuple(count.items()) for count in counts), exit=root.trained)
+        members[block_of.get(name, model)].append((named[name], declaration))
+    groups = {module: count_parameters(parameters, state) for module, parameters in members.items()}
+    counts = [Counter(groups[block] for block in part if block in groups) for part in _blocks_of_parts(model)]
+    stages = tuple(tuple(count.items()) for count in counts)
+    return RankParameters(groups[model], stages, exit=groups[model].trained)
 
 
 def _blocks_of_parts(model: nn.Module) -> list[list[nn.Module]]:
@@ -228,12 +224,12 @@ def zoo_parameters(
     stage: Stage,
     parts: Sequence[Sequence[tuple[Group, int]]],
     count: Callable[[nn.Module, bool], Group],
-    numbered: Mapping[int, Group] | None = None,
+    group: Callable[[int], Group],
 ) -> RankParameters:
     """Count the parameters of a rank that holds ``stage`` of a model of the zoo.
 
     ``parts``: the groups of the blocks of each of its stages. ``count``: counts a module of the model's ends;
-    whether both ends of the pipeline hold it.
+    whether both ends of the pipeline hold it. ``group``: returns that of the block of a number.
     """
     tied, further = model.config.tie_word_embeddings, model.config.mtp_blocks > 0
     apart = (tied or further) and not (stage.first and stage.last)
@@ -254,7 +250,7 @@ def zoo_parameters(
         of_last.trained,
         0 if stage.pieces else of_first.trained + of_last.trained - root.trained,
         1 + further,
-        numbered or {},
+        group,
     )
 
 

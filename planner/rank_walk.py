@@ -13,9 +13,21 @@ from typing import NamedTuple
 
 from ..parallel_state import BUFFER_DTYPE
 from ..pipeline.held_in_step import Instant, heaviest, last_backwards
+from ..simulation.piece import Piece
 from .rank_parameters import RankParameters
-from .stage_bytes import Run, StageBytes
+from .stage_costs import Run, StageBytes, StageCost
 from .step_shape import Work
+
+
+def _most(pieces: Sequence[Piece], what: str) -> float:
+    """Return the most bytes of a backward through pieces that run one after the other.
+
+    It comes to the last one first, and gives back what this one kept before it comes to the others.
+    """
+    most = behind = 0
+    for piece in reversed(pieces):
+        most, behind = max(most, getattr(piece.plain, what) - behind), behind + piece.kept
+    return most
 
 
 class Peak(NamedTuple):
@@ -37,9 +49,15 @@ class RankWalk:
     are not the stored ones. ``lasting``: those of gradients that last from one micro-batch to the next.
     """
 
-    def __init__(self, work: Work, parameters: RankParameters, stages: Sequence[StageBytes]) -> None:
+    def __init__(self, work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> None:
         layout, total = work.layout, parameters.every
-        self.work, self.parameters, self.stages = work, parameters, stages
+        self.work, self.parameters = work, parameters
+        largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
+        here = layout.stages_of(work.at.pipeline)
+        self.stages = [
+            stage.in_walk(work, own_input=number - 1 in here, largest=largest)
+            for number, stage in zip(here, stages, strict=True)
+        ]
         self.peaks: dict[bool, Peak] = {}
         zero, self.cut, several = layout.zero, layout.pipeline > 1, work.micro_batches > 1
         self.zero = zero
@@ -136,20 +154,14 @@ class RankWalk:
         working = max(loss.plain.forward, loss.plain.backward)
         working += 0 if self.cut and self.stages[place].logits else loss.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
-            working = max(part.plain.forward for part in stage.beside.parts)
+            working = max(part.plain.forward for part in stage.beside)
         self.note(working, loss=True)
 
     def _first_forward(self, place: int, stage: StageBytes) -> None:
         """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
         if self.zero in (1, 2) and stage.runs:
-            self.missing, self.dropped, self.messages, self.left, self.before = (
-                self.lasting,
-                0.0,
-                0.0,
-                0.0,
-                0.0,
-            )
-            self.resident = self.now = stage.kept
+            self.messages = self.dropped = self.left = self.before = 0.0
+            self.missing, self.resident, self.now = self.lasting, stage.kept, stage.kept
             ahead = self.parameters.largest_block * self.made
             self.note(self._made_in_last(stage) + ahead)
 
@@ -202,10 +214,11 @@ class RankWalk:
         if stage.logits and not unsummed:
             head = 0.0 if stays else exit * self.made
             self.note(work.whole + (0 if self.cut else stage.logits) + head + zero3 * ahead)
-        if (parts := stage.stage.behind).parts:
-            end = parts.backward
+        if behind := stage.stage.behind:
+            end = _most(behind, "backward")
             if not stage.stage.blocks:
-                end = max(parts.with_gradient, end + self.parameters.largest_of_blocks * self.made)
+                most = end + self.parameters.largest_of_blocks * self.made
+                end = max(_most(behind, "with_gradient"), most)
                 ahead = 2 * self.parameters.largest_block * self.made
             self.note(end + waits + zero3 * ahead)
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0

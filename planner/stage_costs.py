@@ -1,11 +1,11 @@
-"""Gather the traced pieces of a rank's model for each of its pipeline stages."""
+"""Gather the traced pieces of a rank's model for each of its pipeline stages, and what these keep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -13,71 +13,28 @@ from ..layers import Checkpointing, Stage, checkpointed
 from ..simulation.kinds_of_blocks import signature
 from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
+from ..simulation.trace import Trace
+from .remembered import remembered
 from .step_shape import Work
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """State the piece of blocks that are alike, and their ``numbers`` in order.
+class Alike(NamedTuple):
+    """State the piece of ``count`` blocks that are alike, and the ``number`` of the first one.
 
     ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
     """
 
-    numbers: tuple[int, ...]
+    number: int
+    count: int
     piece: Piece
     forgets: bool
     reached: bool
 
-    @property
-    def number(self) -> int:
-        """Return the number of the first one."""
-        return self.numbers[0]
 
-    @property
-    def count(self) -> int:
-        return len(self.numbers)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Add up pieces that run one after the other; see ``Trace`` and ``Piece``.
-
-    A backward comes to the last one first, and gives back what this one kept before it comes to the others.
-    """
-
-    parts: tuple[Piece, ...]
-
-    @cached_property
-    def kept(self) -> int:
-        return sum(part.kept for part in self.parts)
-
-    @cached_property
-    def backward(self) -> int:
-        return self._most([part.plain.backward for part in self.parts])
-
-    @cached_property
-    def with_gradient(self) -> int:
-        return self._most([part.plain.with_gradient for part in self.parts])
-
-    def _most(self, sizes: Sequence[int]) -> int:
-        most, behind = 0, 0
-        for size, part in zip(reversed(sizes), reversed(self.parts), strict=True):
-            most, behind = max(most, size - behind), behind + part.kept
-        return most
-
-    @cached_property
-    def between(self) -> int:
-        return sum(part.between for part in self.parts)
-
-    @cached_property
-    def waiting(self) -> int:
-        return sum(part.waiting for part in self.parts)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageCost:
     """Hold the pieces of one stage for one micro-batch.
 
@@ -89,20 +46,18 @@ class StageCost:
 
     first: bool
     blocks: Mapping[int, Piece]
-    beside: Pieces
+    beside: tuple[Piece, ...]
     reached: frozenset[int]
     #: Of ``beside``: on the first stage what comes before the blocks.
     entry: Piece | None = None
     #: On the last stage; of ``beside`` what comes behind the blocks: the last norm, the output layer and the
     #: blocks of multi-token prediction, which are also here by number, because they may be recomputed.
     loss: Piece | None = None
-    behind: Pieces = Pieces(())
+    behind: tuple[Piece, ...] = ()
     further: Mapping[int, Piece] = field(default_factory=dict)
     #: Of a user's module: whether it is the rank's first stage, with which all blocks of the rank are timed.
     leads: bool = False
-    _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _bytes: dict[object, StageBytes] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def before_trained(self) -> tuple[int, ...]:
@@ -114,20 +69,111 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
+    def in_walk(self, work: Work, *, own_input: bool, largest: float) -> StageBytes:
+        """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""
+        key = (
+            *(work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two),
+            *(own_input, largest),
+        )
+        if key not in self._bytes:
+            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest)
+        return self._bytes[key]
+
+    @remembered
     def alike(self, mode: Checkpointing, checkpoint_every: int) -> list[Alike]:
         """Return one block of each kind; blocks that share a piece are alike, if checkpointing treats them
         alike.
         """
-        if (mode, checkpoint_every) not in self._alike:
-            kinds: dict[tuple[int, bool, bool], list[int]] = {}
-            for number, piece in self.blocks.items():
-                key = id(piece), checkpointed(number, mode, checkpoint_every), number in self.reached
-                kinds.setdefault(key, []).append(number)
-            self._alike[mode, checkpoint_every] = [
-                Alike(tuple(numbers), self.blocks[numbers[0]], forgets, reached)
-                for (_, forgets, reached), numbers in kinds.items()
-            ]
-        return self._alike[mode, checkpoint_every]
+        kinds: dict[tuple[Piece, bool, bool], list[int]] = {}
+        for number, piece in self.blocks.items():
+            key = piece, checkpointed(number, mode, checkpoint_every), number in self.reached
+            kinds.setdefault(key, []).append(number)
+        return [Alike(numbers[0], len(numbers), *key) for key, numbers in kinds.items()]
+
+
+class Run(NamedTuple):
+    """State so many blocks, alike, that follow each other; ``trace``: what each keeps under checkpointing.
+
+    ``ahead``: the bytes of the weights of the block before them, which a backward of theirs gathers ahead.
+    """
+
+    number: int
+    piece: Piece
+    trace: Trace
+    ahead: float
+
+
+class StageBytes:
+    """Compute what one stage of a rank keeps of a micro-batch.
+
+    ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
+    in two leaves to the second one, the gradients of what norms and products make. ``exit``: of ``kept`` what
+    the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part.
+    ``runs``: the blocks that a backward comes to, in its order. ``largest``: the bytes of the largest block
+    of the rank; ``own_input``: whether the stage before is the rank's own.
+    """
+
+    def __init__(self, stage: StageCost, work: Work, *, own_input: bool, largest: float) -> None:
+        self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
+        mode, interval = work.checkpointing, work.checkpoint_every
+        self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
+
+        def saved(number: int, piece: Piece) -> Trace:
+            return piece.under(mode if checkpointed(number, mode, interval) else "none")
+
+        blocks = [(piece, saved(number, piece)) for number, piece in stage.blocks.items()]
+        reached = [pair for number, pair in zip(stage.blocks, blocks, strict=True) if number in stage.reached]
+        self.unreached = [piece for number, piece in stage.blocks.items() if number not in stage.reached]
+        further = [(piece, saved(number, piece)) for number, piece in stage.further.items()]
+        # In ``stage.beside`` nothing of blocks of multi-token prediction is dropped.
+        dropped = sum(piece.kept - trace.kept for piece, trace in further)
+        self.exit = stage.behind[0].kept if stage.behind else 0
+        self.kept = _sum(stage.beside, "kept") - dropped + sum(trace.kept for _, trace in reached)
+        # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
+        self.output = self.cut * (self.logits or work.between_blocks)
+        self.kept += self.output
+        if self.cut and not stage.first and reached:
+            # Autograd keeps what a stage is given, which may be the output of the stage before, also if the
+            # first block does not.
+            self.kept += work.between_blocks * (not own_input) - reached[0][1].kept_input
+        self.runs = self._runs([*blocks, *further], len(reached) + len(further))
+        self.further = len(further)
+        self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
+        self.first_part, self.halfway = self._in_two(work) if work.in_two else (0.0, 0.0)
+
+    def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
+        # FSDP gathers ahead the block that ran before. Before a stage's first one nothing is gathered ahead,
+        # but in a pipeline FSDP may gather a block of another stage of the rank.
+        runs, place = list[Run](), len(blocks)
+        for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda pair: id(pair[1])):
+            pairs = [*alike]
+            place -= len(pairs)
+            ahead = blocks[place - 1][0].weights if place else self.largest * self.cut
+            runs.append(Run(len(pairs), *pairs[0], ahead))
+        return runs
+
+    def _in_two(self, work: Work) -> tuple[float, float]:
+        stage = self.stage
+        if not stage.blocks:  # a user's module, whose stage is one piece
+            return float(max(part.first_part for part in stage.beside)), float(_sum(stage.beside, "between"))
+        # The gradient of logits is written over them.
+        most, waiting = 0, _sum(stage.beside, "waiting") - self.logits
+        blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
+        for run in blocks:
+            waiting += run.number * run.piece.waiting
+            most = max(most, waiting - run.piece.waiting + run.piece.first_part)
+        # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
+        norm = 0 if work.batch.gpu else 4 * work.between_blocks
+        halfway = _sum(stage.beside, "between") - self.logits
+        halfway += sum(run.number * run.piece.waiting for run in blocks)
+        if stage.loss is None and blocks:
+            # Behind the last block nothing waits for the second part, so its last operators are done.
+            halfway -= blocks[0].piece.waiting - blocks[0].piece.between
+        return max(most, waiting + norm), halfway
+
+
+def _sum(pieces: Sequence[Piece], what: str) -> int:
+    return sum(getattr(piece, what) for piece in pieces)
 
 
 def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
@@ -135,7 +181,7 @@ def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
     pieces = ModelPieces(model, work.state)
     kinds = {number: signature(model.layers[str(number)]) for number in model.stage.blocks}
     blocks = {number: model.layers[str(number)] for number in model.stage.blocks}
-    return [stage_cost(work, part, blocks, kinds, pieces) for part in model.stage.parts]
+    return [stage_cost(work, part, blocks, kinds, pieces, pieces) for part in model.stage.parts]
 
 
 def stage_cost(
@@ -144,8 +190,12 @@ def stage_cost(
     blocks: Mapping[int, nn.Module],
     kinds: Mapping[int, object],
     pieces: ModelPieces,
+    ends: ModelPieces,
 ) -> StageCost:
-    """Return the pieces of one stage of a rank, from its ``blocks`` and their ``kinds`` by number."""
+    """Return the pieces of one stage of a rank, from its ``blocks`` and their ``kinds`` by number.
+
+    ``pieces``: of the blocks; ``ends``: of the embedding, the output layer and the loss.
+    """
     batch, model = work.batch, pieces.model
     # Every later stage sends gradients back, trained or not: torch's stages do.
     reached = not stage.first or _trained(*model.entry)
@@ -156,19 +206,18 @@ def stage_cost(
         if reached:
             reaches.add(number)
     first_of = {kinds[number]: blocks[number] for number in reversed(stage.blocks)}
-    entry = pieces.entry(batch) if stage.first else None
+    entry = ends.entry(batch) if stage.first else None
     parts = [pieces.tables(first_of, batch), *([entry] if entry else [])]
     if not stage.last:
-        return StageCost(stage.first, block_pieces, Pieces(tuple(parts)), frozenset(reaches), entry)
+        return StageCost(stage.first, block_pieces, tuple(parts), frozenset(reaches), entry)
     in_loss = bool(work.loss_chunk)
-    end = pieces.exit(batch, reached=reached, in_loss=in_loss)
+    end = ends.exit(batch, reached=reached, in_loss=in_loss)
     reached = reached or _trained(model.norm, model.embed)
     further = {
         int(name): pieces.prediction(place, batch, reached=reached) for place, name in enumerate(model.mtp)
     }
-    loss = pieces.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
-    behind = Pieces((end, *further.values()))
-    beside = Pieces((*parts, *behind.parts))
+    loss = ends.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
+    behind, beside = (end, *further.values()), (*parts, end, *further.values())
     return StageCost(stage.first, block_pieces, beside, frozenset(reaches), entry, loss, behind, further)
 
 

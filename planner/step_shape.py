@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Layout, ParallelState, dtype_named
+from ..pipeline.schedule_kinds import schedule_kind
 from ..simulation.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class Work:
     @property
     def at(self) -> Coordinates:
         return self.state.at
+
+    @cached_property
+    def in_two(self) -> bool:
+        """Tell whether a backward has two parts."""
+        return self.layout.pipeline > 1 and schedule_kind(self.schedule).two_backwards
+
+    def of_pipeline(self, rank: int) -> Work:
+        """Return the same step on the first rank of a pipeline rank."""
+        return replace(self, state=ParallelState.stand_in(self.layout, self.layout.first_rank(rank)))
 
     @cached_property
     def batch(self) -> MicroBatch:

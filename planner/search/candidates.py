@@ -26,6 +26,7 @@ from ...recipes.checks import (
 from ...recipes.recipe import Recipe
 from ...recipes.sections import DataSection, MemorySection
 from ...training.own.module import OwnFamily
+from ..remembered import remembered
 from .choice import Choice
 from .request import Request
 from .tally import Tally
@@ -61,28 +62,26 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """State the ZeRO stage, the number of replicas of the shards, and whether states are offloaded to the
-    host.
-    """
+    """State the ZeRO stage, and the number of replicas of the shards."""
 
     zero: int
     replicas: int
-    offload: bool
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Hold the axes that cut the model, the number of ``data`` ranks that remain, and the legal flows."""
+    """Hold the axes that cut the model, with the data ranks that remain, and the legal flows. ``offload``:
+    whether the host holds weights, gradients and moments.
+    """
 
     layout: Layout
-    data: int
     flows: tuple[Flow, ...]
     offload: bool
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         """Return every legal store: the highest ZeRO stage and the fewest replicas first."""
-        return _stores(self.data, self.layout.context, self.layout.expert, self.offload)
+        return _stores(self.layout.data, self.layout.context, self.layout.expert)
 
     @cached_property
     def shown(self) -> tuple[object, ...]:
@@ -92,40 +91,33 @@ class Cut:
     @property
     def layouts(self) -> int:
         """Return the number of legal layouts with this cut."""
-        return sum(len(flow.modes) for flow in self.flows) * len(self.stores)
+        return sum(map(self.layouts_of, self.flows))
 
-    def layout_of(self, flow: Flow, store: Store) -> Layout:
-        """Return the layout with the stages of ``flow``, whose data ranks share as ``store`` says."""
-        key = flow.virtual_stages, flow.v_shape, store
-        if key not in self._layouts:
-            shards = self.data // store.replicas if store.zero else 1
-            self._layouts[key] = replace(
-                self.layout,
-                zero=store.zero,
-                data_shard=shards,
-                data_replicate=self.data // shards,
-                virtual_stages=flow.virtual_stages,
-                v_shape=flow.v_shape,
-            )
-        return self._layouts[key]
+    def layouts_of(self, flow: Flow) -> int:
+        """Return the number of those with a flow."""
+        return len(flow.modes) * len(self.stores)
 
     def choice(self, flow: Flow, mode: Checkpointing, store: Store | None = None) -> Choice:
         """Return one layout of this cut; without ``store``, one with the first store."""
         store = store or self.stores[0]
-        return Choice(self.layout_of(flow, store), flow.schedule, flow.micro_batch, mode, store.offload)
+        layout = self._layout(flow.virtual_stages, flow.v_shape, store)
+        return Choice(layout, flow.schedule, flow.micro_batch, mode, self.offload)
+
+    @remembered
+    def _layout(self, virtual_stages: int, v_shape: bool, store: Store) -> Layout:
+        """Return the layout with such stages, whose data ranks share as ``store`` says."""
+        shards = self.layout.data // store.replicas if store.zero else 1
+        data = {"data_shard": shards, "data_replicate": self.layout.data // shards, "zero": store.zero}
+        return replace(self.layout, **data, virtual_stages=virtual_stages, v_shape=v_shape)
 
     @cached_property
     def least_stores(self) -> tuple[Store, ...]:
         """Return the store of each ZeRO stage that needs least memory: the one with the fewest replicas."""
         return tuple({store.zero: store for store in reversed(self.stores)}.values())[::-1]
 
-    @cached_property
-    def _layouts(self) -> dict[tuple[int, bool, Store], Layout]:
-        return {}
-
 
 @lru_cache(maxsize=1024)
-def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store, ...]:
+def _stores(data: int, context: int, expert: int) -> tuple[Store, ...]:
     stores = []
     for zero in range(4) if data * context > 1 else (0,):
         for replicas in divisors(data) if zero else (1,):
@@ -133,7 +125,7 @@ def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store,
                 Layout.of(data=data, context=context, expert=expert, zero=zero, data_replicate=replicas)
             except BadInput:
                 continue  # the experts' ranks share one copy of the weights
-            stores.append(Store(zero, replicas, offload))
+            stores.append(Store(zero, replicas))
     return tuple(sorted(stores, key=lambda store: (-store.zero, store.replicas)))
 
 
@@ -148,26 +140,22 @@ def candidates(request: Request, tally: Tally, *, offload: bool = False) -> Iter
 
     ``offload``: whether the host holds weights, gradients and moments.
     """
-    legal = _Legal(request, tally)
-    experts = _experts(request)
+    legal, experts = _Legal(request, tally), _experts(request)
     for tensor in divisors(request.gpus):
         for context in divisors(request.gpus // tensor):
             for pipeline in divisors(request.gpus // tensor // context):
-                data = request.gpus // tensor // context // pipeline
-                shape: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
+                axes: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
+                axes["data"] = request.gpus // tensor // context // pipeline
                 # The cheapest checks first: whole subtrees end here.
-                if not legal.worth_trying(tensor, context) or not legal.shape(
-                    Layout.of(**shape, data=data), data
-                ):
+                if not legal.worth_trying(tensor, context) or not legal.shape(Layout.of(**axes)):
                     continue
-                flows = tuple(legal.flows(pipeline, data))
-                if not flows:
+                if not (flows := tuple(legal.flows(pipeline, axes["data"]))):
                     continue
                 for ring in (False, True) if context > 1 else (False,):
-                    for expert in divisors(gcd(experts, context * data)) if experts else (1,):
-                        layout = legal.layout(**shape, data=data, ring=ring, expert=expert)
+                    for expert in divisors(gcd(experts, context * axes["data"])) if experts else (1,):
+                        layout = legal.layout(**axes, ring=ring, expert=expert)
                         if layout is not None:
-                            yield Cut(layout, data, flows, offload)
+                            yield Cut(layout, flows, offload)
 
 
 class _Legal:
@@ -184,19 +172,17 @@ class _Legal:
 
     def worth_trying(self, tensor: int, context: int) -> bool:
         """Tell whether a rank has work enough that its products reach what a plan assumes of them."""
-        machine, length = self.machine, self.recipe.data.sequence_length
-        if tensor > MOST_NODES * machine.gpus:
-            self.tally.add(
-                "not tried", f"tensor ranks on more than {MOST_NODES} nodes", 1, f"tensor {tensor}"
-            )
-        elif context > 1 and length // context < LEAST_TOKENS:
+        text = ""
+        if tensor > MOST_NODES * self.machine.gpus:
+            text, example = f"tensor ranks on more than {MOST_NODES} nodes", f"tensor {tensor}"
+        elif context > 1 and self.recipe.data.sequence_length // context < LEAST_TOKENS:
             text = f"context ranks with fewer than {LEAST_TOKENS:,} tokens of a row"
-            self.tally.add("not tried", text, 1, f"context {context}")
-        else:
-            return True
-        return False
+            example = f"context {context}"
+        if text:
+            self.tally.add("not tried", text, 1, example)
+        return not text
 
-    def shape(self, layout: Layout, data: int) -> bool:
+    def shape(self, layout: Layout) -> bool:
         """Tell whether the model can be cut over these axes, and the batch over the data ranks."""
         rows = self.recipe.data.model_copy(update={"micro_batch": 1})
 
@@ -206,7 +192,7 @@ class _Legal:
             layout.check_length(rows.sequence_length, "plan", "data.sequence_length")
             return True
 
-        return self._ask(check) or False
+        return self._ask(check) is not None
 
     def layout(self, *, tensor: int, **numbers: Any) -> Layout | None:
         """Return the layout, unless the model or the length of a row forbids it.

@@ -33,6 +33,20 @@ class Choice:
         return layout.tensor, layout.context, layout.pipeline, layout.expert
 
     @property
+    def needs(self) -> tuple[int, ...]:
+        """Return what makes a layout less simple, what matters most first: axes beside data, context ranks,
+        computing again, several stages on a rank, and replicas.
+        """
+        layout = self.layout
+        return (
+            sum(size > 1 for size in self.cut),
+            layout.context > 1,
+            self.checkpointing != "none",
+            layout.virtual_stages > 1,
+            layout.zero > 0 and layout.data_replicate > 1,
+        )
+
+    @property
     def keys(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a recipe, by section, that differ from their defaults."""
         axes = self.layout

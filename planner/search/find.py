@@ -2,34 +2,34 @@
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
 is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter; a flow and a single layout have two bounds in turn, and a layout is timed in full at the end. What
-is timed waits for its turn like the groups: if it comes first, no layout is faster. So the search finds what
-timing every layout would find. What is opened is among the fastest or does not fit, so the counted reasons
-are those of layouts that could have been faster.
+tighter; a flow has two bounds in turn, and a layout is timed in full at the end. What is timed waits for its
+turn like the groups: if it comes first, no layout is faster. So the search finds what timing every layout
+would find. What is opened is among the fastest or does not fit, so the counted reasons are those of layouts
+that could have been faster.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ..memory import MemoryPlan
-from .bound import Bound
-from .candidates import Cut, Flow, Store, candidates
+from .candidates import Cut, Flow, candidates
 from .choice import Choice, recipe_of
 from .evaluate import Answer, Evaluator
-from .order import TIED, simplest_first
 from .request import Request
 from .shortage import none_fits, none_legal, shortage
 from .tally import Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
 SHOWN, LONGEST = 10, 3.0
+#: Layouts whose seconds differ by less are not told apart: predictions differ from measured steps by more.
+TIED = 0.05
 
 
 @dataclass
@@ -51,34 +51,21 @@ class Found:
         return self.tally.count("memory") + self.tally.count("slower") + len(self.best)
 
 
-@dataclass
-class _Group:
-    """State what is decided so far; what follows in this order is left open.
-
-    ``tight``: whether the bound of a flow, or of a single layout, is the tighter one of its two, which takes
-    more work.
+def simplest_first(answers: Iterable[Answer]) -> list[Answer]:
+    """Return the layouts by their seconds, but those that are tied with the fastest one, then those that are
+    tied with the fastest one of the rest, and so on, by what they need.
     """
+    ordered, left = list[Answer](), sorted(answers, key=lambda answer: answer.time.seconds)
+    while left:
+        tied = [answer for answer in left if ties(answer, left[0])]
+        ordered += sorted(tied, key=lambda answer: (*answer.choice.needs, answer.time.seconds))
+        left = left[len(tied) :]
+    return ordered
 
-    cut: Cut
-    flow: Flow | None = None
-    mode: Checkpointing | None = None
-    store: Store | None = None
-    tight: bool = False
-    answer: Answer | None = None
 
-    @property
-    def layouts(self) -> int:
-        """Return the number of layouts in this group."""
-        if self.flow is None:
-            return self.cut.layouts
-        modes = len(self.flow.modes) if self.mode is None else 1
-        return modes * (len(self.cut.stores) if self.store is None else 1)
-
-    @cached_property
-    def choice(self) -> Choice:
-        """Return the layout of this group; if the store is still open, with the first one."""
-        assert self.flow is not None and self.mode is not None
-        return self.cut.choice(self.flow, self.mode, self.store)
+def ties(answer: Answer, fastest: Answer) -> bool:
+    """Tell whether a layout's seconds are too close to those of a faster one to tell them apart."""
+    return answer.time.seconds <= (1 + TIED) * fastest.time.seconds
 
 
 def find_layouts(
@@ -91,105 +78,88 @@ def find_layouts(
     """
     search = _Search(request, shown, progress)
     if not search.run() and not search.run(offload=True):
-        raise none_fits(request, search.found.tally)
-    return search.found
+        raise none_fits(request, search.outcome.tally)
+    return search.outcome
 
 
 class _Search:
     def __init__(self, request: Request, shown: int, progress: Callable[[Found], None] | None) -> None:
         self.request, self.shown, self.progress = request, shown, progress
-        self.found = Found(request)
-        self.evaluator = Evaluator(request)
-        self.bound = Bound(self.evaluator)
-        self._heap: list[tuple[float, int, _Group]] = []
+        self.outcome, self.evaluator = Found(request), Evaluator(request)
+        #: Groups of layouts: a bound, a number, how many they are, what opens them, and what is decided.
+        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = count()
         self._shown: set[tuple[object, ...]] = set()
 
     def run(self, *, offload: bool = False) -> bool:
         """Search, and tell whether something fits."""
-        outcome, steps = self.found, 0
+        outcome = self.outcome
         for cut in candidates(self.request, Tally() if offload else outcome.tally, offload=offload):
             outcome.legal += cut.layouts
-            self._push(_Group(cut))
+            self._push(cut.layouts, self.evaluator.least_of_cut, self._open_cut, cut)
         if not self._heap:
             raise none_legal(self.request, outcome.tally)
-        while self._heap and not self._done(self._heap[0][0]):
-            _, _, group = heappop(self._heap)
-            self._open(group)
-            steps += 1
+        for steps in count(1):
+            if not self._heap or self._done(self._heap[0][0]):
+                break
+            _, _, layouts, open_group, (cut, *decided) = heappop(self._heap)
+            if cut.shown in self._shown:
+                self._slower("than a layout of the same cut", layouts)
+            else:
+                open_group(cut, *decided)
             if self.progress is not None and steps % 32 == 0:
                 self.progress(outcome)
-        self._put_in_order()
-        left = sum(group.layouts for _, _, group in self._heap)
-        if left:
-            outcome.tally.add("slower", "than the best, by a lower bound of their time", left, "")
+        ordered = simplest_first(outcome.best)
+        outcome.best, others = ordered[: self.shown], len(ordered[self.shown :])
+        self._slower("or hardly faster than simpler layouts, which are shown", others)
+        left = sum(layouts for _, _, layouts, *_ in self._heap)
+        self._slower("than the best, by a lower bound of their time", left)
         return bool(outcome.best)
 
     def _done(self, bound: float) -> bool:
-        best = self.found.best
-        if not best:
+        if not (best := self.outcome.best):
             return False
         enough = 1 + TIED if len(best) >= self.shown else LONGEST
         return bound > enough * best[0].time.seconds
 
-    def _put_in_order(self) -> None:
-        ordered = simplest_first(self.found.best)
-        self.found.best = ordered[: self.shown]
-        if left := len(ordered) - len(self.found.best):
-            self.found.tally.add("slower", "or hardly faster than simpler layouts, which are shown", left, "")
-
-    def _push(self, group: _Group) -> None:
+    def _push(
+        self,
+        layouts: int,
+        least: Callable[..., float],
+        open_group: Callable[..., None],
+        cut: Cut,
+        *decided: Any,
+    ) -> None:
+        """Let a group wait for its turn. ``least`` bounds its time, from the cut and what else is decided."""
         try:
-            bound = self._bound(group)
+            bound = least(cut, *decided)
         except BadInput as error:  # building a layer may refuse what the config allows
-            self.found.tally.illegal(error, group.layouts)
-            self.found.legal -= group.layouts
+            self.outcome.tally.illegal(error, layouts)
+            self.outcome.legal -= layouts
             return
-        heappush(self._heap, (bound, next(self._number), group))
+        heappush(self._heap, (bound, next(self._number), layouts, open_group, (cut, *decided)))
 
-    def _bound(self, group: _Group) -> float:
-        if group.answer is not None:
-            return group.answer.time.seconds
-        if group.flow is None:
-            return self.bound.of_cut(group.cut)
-        if group.mode is None:
-            bound = self.bound.of_flow if group.tight else self.bound.of_rows
-            return bound(group.cut, group.flow)
-        if not group.tight:
-            return self.bound.of_mode(group.cut, group.flow, group.mode)
-        return self.bound.of_choice(group.choice)
+    def _open_cut(self, cut: Cut) -> None:
+        for flow in cut.flows:
+            self._push(cut.layouts_of(flow), self.evaluator.least_of_rows, self._open_rows, cut, flow)
 
-    def _open(self, group: _Group) -> None:
-        cut, flow = group.cut, group.flow
-        if group.cut.shown in self._shown:
-            self.found.tally.add("slower", "than a layout of the same cut", group.layouts, "")
-        elif group.answer is not None:
-            self._take(group.answer)
-        elif flow is None:
-            for cut_flow in cut.flows:
-                self._push(_Group(cut, cut_flow))
-        elif not group.tight and (group.mode is None or group.store is not None):
-            group.tight = True
-            self._push(group)
-        elif group.mode is None:
-            for mode in flow.modes:
-                self._push(_Group(cut, flow, mode))
-        elif group.store is None:
-            self._open_stores(cut, flow, group.mode)
-        elif (short := self._short(group.choice)) is not None:
-            self._count_memory(group.choice, *short, 1)
-        else:
-            self._time(group)
+    def _open_rows(self, cut: Cut, flow: Flow) -> None:
+        """Let a flow wait once more, by the tighter one of its two bounds, which takes more work."""
+        self._push(cut.layouts_of(flow), self.evaluator.least_of_flow, self._open_flow, cut, flow)
 
-    def _open_stores(self, cut: Cut, flow: Flow, mode: Checkpointing) -> None:
+    def _open_flow(self, cut: Cut, flow: Flow) -> None:
+        for mode in flow.modes:
+            self._push(len(cut.stores), self.evaluator.least_of_flow, self._open_mode, cut, flow, mode)
+
+    def _open_mode(self, cut: Cut, flow: Flow, mode: Checkpointing) -> None:
         """Open the stores of each ZeRO stage of which the one that needs least memory fits."""
         left = list(cut.stores)
         for least in cut.least_stores:
-            alike = [store for store in left if store.zero == least.zero]
-            short = self._short(choice := cut.choice(flow, mode, least))
-            if short is None:
-                for store in alike:
-                    self._push(_Group(cut, flow, mode, store))
+            alike = [cut.choice(flow, mode, store) for store in left if store.zero == least.zero]
+            choice = cut.choice(flow, mode, least)
+            if (short := self._short(choice)) is None:
+                for each in alike:
+                    self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, each)
             elif short[1].activations + short[1].pipeline + self.request.runtime > self.request.room:
                 self._count_memory(choice, *short, len(left))  # no store changes it
                 break
@@ -197,37 +167,37 @@ class _Search:
                 self._count_memory(choice, *short, len(alike))
             left = [store for store in left if store.zero != least.zero]
 
-    def _time(self, group: _Group) -> None:
-        """Evaluate a layout in full, and open it again if every one of its ranks fits."""
-        memory = []
-        for rank in range(group.choice.layout.pipeline):
-            memory.append(self.evaluator.memory(group.choice, rank))
-            if memory[rank].total + self.request.runtime > self.request.room:
-                self._count_memory(group.choice, rank, memory[rank], 1)
-                return
-        answer = self.evaluator.answer(group.choice, memory)
-        self.found.timed.append(answer)
-        group.answer = answer
-        self._push(group)
+    def _time(self, cut: Cut, choice: Choice) -> None:
+        """Evaluate a layout in full, and let it wait again if every one of its ranks fits."""
+        if (short := self._short(choice, whole=True)) is not None:
+            self._count_memory(choice, *short, 1)
+            return
+        answer = self.evaluator.answer(choice)
+        self.outcome.timed.append(answer)
+        self._push(1, lambda _, answer: answer.time.seconds, self._take, cut, answer)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, cut: Cut, answer: Answer) -> None:
         recipe_of(self.request, answer.choice)  # every check of a recipe, once more
-        self.found.best.append(answer)
-        self._shown.add(answer.choice.cut)
+        self.outcome.best.append(answer)
+        self._shown.add(cut.shown)
 
-    def _short(self, choice: Choice) -> tuple[int, MemoryPlan] | None:
-        """Return the end of the pipeline, which nearly always needs most, that does not fit, with its memory;
-        ``None`` if both fit.
+    def _short(self, choice: Choice, *, whole: bool = False) -> tuple[int, MemoryPlan] | None:
+        """Return the first pipeline rank that does not fit, with its memory; ``None`` if all fit.
+
+        The ends, which nearly always need most, come first, and are all that is asked unless ``whole``.
         """
-        for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
+        ranks = range(choice.layout.pipeline)
+        for rank in dict.fromkeys((ranks[0], ranks[-1], *(ranks if whole else ()))):
             plan = self.evaluator.memory(choice, rank)
             if plan.total + self.request.runtime > self.request.room:
                 return rank, plan
         return None
 
     def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
-        request = self.request
-        largest, text = shortage(plan, choice, rank, request)
-        self.found.tally.add(
-            "memory", largest, layouts, text, excess=plan.total + request.runtime - request.room
-        )
+        kind, text = shortage(plan, choice, rank, self.request)
+        excess = plan.total + self.request.runtime - self.request.room
+        self.outcome.tally.add("memory", kind, layouts, text, excess=excess)
+
+    def _slower(self, than: str, layouts: int) -> None:
+        if layouts:
+            self.outcome.tally.add("slower", than, layouts, "")

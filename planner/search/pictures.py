@@ -11,7 +11,7 @@ from ...simulation.record import StepRecord
 from ...system import counted
 from ..device_memory import unit_of
 from ..time import PARTS
-from ..time.rank_step import rank_step
+from ..time.prediction import rank_step
 from .find import Found
 
 #: Colours that can be read on light and dark paper, and that of text.

@@ -4,12 +4,11 @@ from typing import Any
 
 from ...system import counted
 from ..device_memory import reserved_words
-from ..explanations.explanation import plain
+from ..explanation import plain
 from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
-from .find import Found
-from .order import TIED, ties
+from .find import TIED, Found, ties
 from .request import Request
 from .strategy import reasons, strategy
 from .warnings import warnings

@@ -109,10 +109,8 @@ def _least_of(cut: Cut, evaluator: Evaluator, best: int | None) -> int:
     for flow in cut.flows:
         if flow.micro_batch > 1 or flow.schedule not in ("1f1b", "interleaved"):
             continue
-        layout = cut.layout_of(flow, cut.stores[0])
-        choice = Choice(layout, flow.schedule, 1, flow.modes[-1], cut.stores[0].offload)
-        total = 0
-        for rank in range(layout.pipeline):
+        choice, total = cut.choice(flow, flow.modes[-1]), 0
+        for rank in range(choice.layout.pipeline):
             total = max(total, evaluator.memory(choice, rank).total + evaluator.request.runtime)
             if best is not None and total >= best:
                 break

@@ -23,12 +23,12 @@ from ...simulation.replaced_operators import CPU, replaced
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.compute_weights import ComputeWeights
-from ...training.own.module import OwnConfig, OwnFamily
+from ...training.own.module import OwnFamily
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult
 from ..dry_run import work_of
-from ..sampled_module import sampled_module
+from ..planned_model import own_model
 
 Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.
@@ -64,10 +64,9 @@ def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str,
     layout, stages, size = recipe.layout, built.step.stages, recipe.data.micro_batch
     if layout.pipeline == 1:
         return
-    assert isinstance(planned.family, OwnFamily) and isinstance(planned.config, OwnConfig)
-    planner = sampled_module(planned.family, planned.config, layout)
-    outputs = planner.outputs(work_of(recipe, planned), recipe.split)
-    stages.assume(outputs)
+    assert isinstance(planned.family, OwnFamily)
+    model = own_model(planned.family, planned.config, layout)
+    stages.assume(model.outputs(work_of(recipe, planned), recipe.split))
     if stages.has_last:  # which also tells what the loss is given
         stages.describe(
             layout.stages - 1,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...parallel_state import BadInput, Layout
-from ..explanations.explanation import readable
+from ..explanation import readable
 from ..time.collectives import worst_placement
 from .evaluate import Answer, Evaluator
 from .find import LONGEST, SHOWN, Found
@@ -100,18 +100,14 @@ def _one_stage_less(request: Request, best: Answer) -> str:
     shards, copies = layout.data_shard, layout.data_replicate
     if layout.zero == 1:
         shards, copies = 1, layout.data
-    evaluator = Evaluator(request)
     try:
         lowered = replace(layout, zero=layout.zero - 1, data_shard=shards, data_replicate=copies)
-        less = replace(choice, layout=lowered)
-        memory = evaluator.memory_of_ranks(less)
+        less = Evaluator(request).answer(replace(choice, layout=lowered))
     except BadInput:  # experts may need shards
         return ""
-    needed = max(plan.total for plan in memory) + request.runtime
-    if needed > request.room:
-        return f" (with ZeRO {layout.zero - 1} a GPU needs {needed / 1e9:.1f} GB)"
-    longer = _longer(evaluator.answer(less, memory), best)
-    return f" (ZeRO {layout.zero - 1} fits too, and its step takes {longer})"
+    if less.bytes > request.room:
+        return f" (with ZeRO {layout.zero - 1} a GPU needs {less.bytes / 1e9:.1f} GB)"
+    return f" (ZeRO {layout.zero - 1} fits too, and its step takes {_longer(less, best)})"
 
 
 def _without(search: Found, has: Callable[[Layout], bool]) -> str:

@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
-from ...layers import Checkpointing, MoE
+from ...layers import Checkpointing
 from ...simulation.recorder import Operator
 from ...simulation.trace import Trace
 from .machines import Machine
@@ -98,12 +96,3 @@ class Kernels:
 
 def _attends(operator: Operator) -> bool:
     return bool(operator.flops) and "attention" in operator.name
-
-
-def exchanged(block: nn.Module, size: float) -> float:
-    """Return the bytes that a rank gives to one exchange of tokens between experts, if they are used evenly.
-
-    ``size``: the bytes of the micro-batch's hidden states, whole over the tensor ranks. A block exchanges
-    them twice in forward and twice in backward: to the experts and back.
-    """
-    return sum(size * module.router.top_k for module in block.modules() if isinstance(module, MoE))

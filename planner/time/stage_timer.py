@@ -1,174 +1,140 @@
 """Time a pipeline stage for one micro-batch: what it computes, and the exchanges that it waits for."""
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
 
 from ...layers import Checkpointing
-from ...pipeline import schedule_kind
+from ...pipeline.schedule_actions import Kind
 from ...simulation.piece import Piece
 from ...simulation.record import Collective
-from ..gathers_and_sums import root_stays, sums, sums_of_replicas
+from ...simulation.without_numbers import DTYPES
 from ..rank_parameters import Group, RankParameters
-from ..sampled_model import SampledModel
-from ..sampled_module import Traced
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links
-from .exchange import Exchange
-from .kernels import Kernels, Seconds, exchanged
-from .stage_seconds import StageSeconds
+from .kernels import Kernels, Mode, Seconds
+from .machines import Machine
+
+_DIRECTIONS = ("forward", "inputs", "weights")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Hold the seconds of a block, without the data ranks; ``forward`` and ``back`` are those computed."""
+@dataclass
+class StageSeconds:
+    """Add up the seconds of a stage for one micro-batch by what they are spent on: those of the forward, and
+    of a backward's two parts, for the gradients of inputs and of weights.
 
-    seconds: StageSeconds = field(default_factory=StageSeconds)
-    forward: float = 0.0
-    back: float = 0.0
-
-
-class Computed(NamedTuple):
-    """State a block's number, how many are like it, and the seconds in which its forward and its backward
-    compute; ``reached``: whether a backward comes to it.
+    ``seconds``, ``costs`` and ``parts`` are computed once: read them after the last ``add``.
     """
 
-    number: int
-    alike: int
-    forward: float
-    back: float
-    reached: bool
+    forward: dict[str, float] = field(default_factory=dict)
+    inputs: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: str, times: int = 1, **directions: float) -> None:
+        """Add the seconds of a part in each direction that is named, ``times`` times."""
+        for direction, seconds in directions.items():
+            parts: dict[str, float] = getattr(self, direction)
+            parts[part] = parts.get(part, 0.0) + seconds * times
+
+    def include(self, other: StageSeconds, times: int = 1) -> StageSeconds:
+        """Add the seconds of ``times`` modules that take as long as ``other`` each, and return the sum."""
+        for direction, parts in other._directions:
+            for part, seconds in parts.items():
+                self.add(part, times, **{direction: seconds})
+        return self
+
+    @property
+    def _directions(self) -> list[tuple[str, dict[str, float]]]:
+        return [(direction, getattr(self, direction)) for direction in _DIRECTIONS]
+
+    @property
+    def seconds(self) -> float:
+        return self.costs["F"] + self.costs["B"]
+
+    @cached_property
+    def costs(self) -> dict[Kind, float]:
+        forward, inputs, weights = (sum(parts.values()) for _, parts in self._directions)
+        return {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        parts: dict[str, float] = {}
+        for _, directions in self._directions:
+            for part, seconds in directions.items():
+                parts[part] = parts.get(part, 0.0) + seconds
+        return parts
+
+    @property
+    def computed(self) -> tuple[float, float]:
+        """Return the seconds in which a block's forward and its backward compute."""
+        back = self.inputs["compute"] + self.weights["compute"] + self.inputs.get("recompute", 0.0)
+        return self.forward["compute"], back
 
 
 class StageTimer:
-    """Time the stages of one model in one layout; ``work`` is that of any of its ranks.
+    """Time the stages of a model on a machine, without what its data ranks exchange, in all layouts of as
+    many ranks that cut a block like that of ``work``.
 
-    ``known``: the seconds of blocks that were timed before on the same machine; new ones are added. They
-    depend neither on the data ranks nor on the pipeline.
+    What was timed is remembered, so one serves a whole search. ``compiled``: whether blocks are fused by a
+    compiler; ``dtype``: that of products, if it is not the dtype of forward and backward.
     """
 
-    def __init__(
-        self,
-        model: SampledModel | Traced,
-        work: Work,
-        kernels: Kernels,
-        links: Links,
-        known: dict[Any, Any],
-    ) -> None:
-        self.model, self.work, self.layout = model, work, work.layout
-        self.kernels, self.links = kernels, links
-        self._blocks: dict[object, _Block] = known
-        self._exchanges: dict[object, Exchange] = known
-        self._seconds: dict[object, Seconds] = known
+    def __init__(self, work: Work, machine: Machine, *, compiled: bool = False, dtype: str = "") -> None:
+        self.dtype = dtype or str(DTYPES[work.compute]).removeprefix("torch.")
+        mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
+        self.kernels, self.links = Kernels(machine, mode, self.dtype), Links(work.layout, machine)
         self._stages: dict[object, StageSeconds] = {}
+        self._blocks: dict[object, StageSeconds] = {}
+        self._computed: dict[object, Seconds] = {}
 
-    def stage(self, stage: StageCost, parameters: Callable[[], RankParameters]) -> StageSeconds:
-        """Return the seconds of a stage without what data ranks exchange; stages alike share one object."""
-        blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
-        # The sampled model holds each piece as long as it lives, so that no other object takes its id.
-        kinds = tuple((id(alike.piece), alike.forgets, alike.reached, alike.count) for alike in blocks)
-        key = kinds, id(stage.beside), stage.first, stage.loss is not None
+    def stage(self, stage: StageCost, work: Work, parameters: RankParameters, *, root: bool) -> StageSeconds:
+        """Return the seconds of a stage; ``root``: whether parameters that are in no block count with it."""
+        key = stage, work.checkpointing, work.checkpoint_every, work.micro_batches > 1, root
         if key not in self._stages:
-            self._stages[key] = self._of_stage(stage, blocks, parameters)
+            self._stages[key] = self._of_stage(stage, work, parameters, root)
         return self._stages[key]
 
-    def _of_stage(
-        self, stage: StageCost, blocks: list[Alike], parameters: Callable[[], RankParameters]
-    ) -> StageSeconds:
-        stage_seconds = StageSeconds()
-        for alike in blocks:
-            stage_seconds.include(self._block(alike).seconds, alike.count)
-            self._accumulate(stage_seconds, self.model.group(alike.number, self.work.state), alike.count)
-        for piece in stage.beside.parts:
-            self._module(stage_seconds, piece)
+    def _of_stage(self, stage: StageCost, work: Work, parameters: RankParameters, root: bool) -> StageSeconds:
+        seconds = StageSeconds()
+        for alike in stage.alike(work.checkpointing, work.checkpoint_every):
+            seconds.include(self.block(alike, work), alike.count)
+            self._accumulate(seconds, work, parameters.group(alike.number), alike.count)
+        for piece in stage.beside:
+            self._module(seconds, piece)
         if stage.loss is not None:
-            self._loss(stage_seconds, stage.loss)
-        if self._has_root(stage):
-            self._accumulate(stage_seconds, parameters().root, 1)
-        for group, count in self._in_one_piece(stage, parameters):
-            self._accumulate(stage_seconds, group, count)
-        return stage_seconds
+            self._loss(seconds, stage.loss)
+        if root:
+            self._accumulate(seconds, work, parameters.root, 1)
+        for group, count in in_one_piece(stage, parameters):
+            self._accumulate(seconds, work, group, count)
+        return seconds
 
-    def _in_one_piece(
-        self, stage: StageCost, parameters: Callable[[], RankParameters]
-    ) -> tuple[tuple[Group, int], ...]:
-        """Return the blocks of a stage that is one piece, a user's module's; with the rank's first one."""
-        first = not stage.blocks and stage.leads
-        return parameters().blocks if first else ()
-
-    def exchanging(
-        self, alone: StageSeconds, stage: StageCost, parameters: Callable[[], RankParameters]
-    ) -> StageSeconds:
-        """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
-        micro-batch, from ZeRO 2 on.
-        """
-        stage_seconds, state = alone.copy(), self.work.state
-        exchanges = [
-            (
-                self.around(
-                    self.model.group(block.number, state), block.forward, block.back, reached=block.reached
-                ),
-                block.alike,
-            )
-            for block in self.blocks(stage)
-        ]
-        if self._has_root(stage):
-            exchanges.append((self.around(parameters().root, 0.0, 0.0, root=True), 1))
-        pieces = self._in_one_piece(stage, parameters)
-        count = sum(number for _, number in pieces)
-        for group, number in pieces:  # each beside its share of what the stage computes
-            share = alone.costs["F"] / count, alone.costs["B"] / count
-            exchanges.append((self.around(group, *share), number))
-        for (forward, inputs, weights), count in exchanges:
-            stage_seconds.add("forward", "data", forward, count)
-            stage_seconds.add("inputs", "data", inputs, count)
-            stage_seconds.add("weights", "data", weights, count)
-        return stage_seconds
-
-    def blocks(self, stage: StageCost) -> list[Computed]:
-        """Return how long one block of each kind computes."""
-        blocks = []
-        for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
-            block = self._block(alike)
-            blocks.append(Computed(alike.number, alike.count, block.forward, block.back, alike.reached))
-        return blocks
-
-    def _has_root(self, stage: StageCost) -> bool:
-        """Tell whether the parameters that are in no block count with this stage: once on a rank."""
-        apart = self.layout.rank_of_stage(self.layout.stages - 1) != 0
-        return stage.first or (stage.loss is not None and apart)
-
-    def _block(self, alike: Alike) -> _Block:
-        mode = self.work.checkpointing if alike.forgets else "none"
-        key = id(alike.piece), alike.forgets, alike.reached, mode, self.kernels.mode
+    def block(self, alike: Alike, work: Work) -> StageSeconds:
+        """Return the seconds of one of these blocks."""
+        mode = work.checkpointing if alike.forgets else "none"
+        key = alike.piece, alike.reached, mode
         if key not in self._blocks:
-            self._blocks[key] = self._of_block(alike)
+            self._blocks[key] = self._of_block(alike, work, mode)
         return self._blocks[key]
 
-    def _of_block(self, alike: Alike) -> _Block:
-        work, layout, piece = self.work, self.layout, alike.piece
-        block_seconds, block = StageSeconds(), self.model.block(alike.number)
-        mode = work.checkpointing if alike.forgets else "none"
-        computed = self._module(block_seconds, piece, reached=alike.reached, mode=mode, block=True)
-        back = computed.inputs + computed.weights
+    def _of_block(self, alike: Alike, work: Work, mode: Checkpointing) -> StageSeconds:
+        seconds, piece = StageSeconds(), alike.piece
+        self._module(seconds, piece, reached=alike.reached, mode=mode, block=True)
         if alike.forgets and alike.reached:
             again = self.kernels.compute(piece.under(mode), mode, compiled=True).again
-            block_seconds.add("inputs", "recompute", again)
-            back += again
+            seconds.add("recompute", inputs=again)
             for send in piece.sends(mode, again=True):
                 if send.axis != "expert":
-                    block_seconds.add("inputs", send.axis, self._send(send, mode))
-        if layout.expert > 1:
-            size = exchanged(block, work.whole)
-            seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
-            block_seconds.add("forward", "expert", seconds)
+                    seconds.add(send.axis, inputs=self._send(send, mode))
+        if size := exchanged(piece):
+            there = 2 * self.links.seconds("expert", "all_to_all", size, 1)
+            seconds.add("expert", forward=there)
             if alike.reached:
-                twice = alike.forgets and work.checkpointing != "selective"
-                block_seconds.add("inputs", "expert", seconds * (2 if twice else 1))
-        return _Block(block_seconds, computed.forward, back)
+                seconds.add("expert", inputs=there * (1 if mode in ("none", "selective") else 2))
+        return seconds
 
     def _module(
         self,
@@ -178,107 +144,55 @@ class StageTimer:
         reached: bool = True,
         mode: Checkpointing = "none",
         block: bool = False,
-    ) -> Seconds:
-        """Add what a piece computes and sends; return the seconds computed. ``block``: whether it is a block,
-        which may be compiled.
-        """
-        computed = self._computed(piece, compiled=block)
-        stage_seconds.add("forward", "compute", computed.forward)
-        stage_seconds.add("inputs", "compute", computed.inputs)
-        stage_seconds.add("weights", "compute", computed.weights)
+    ) -> None:
+        """Add what a piece computes and sends. ``block``: whether it is a block, which may be compiled."""
+        computed = self._add_computed(stage_seconds, piece, compiled=block)
         scores, scores_back = computed.attention
         beside = computed.weights / 2
         for send, count in Counter(piece.sends()).items():
             if send.axis == "expert" or (not reached and send.phase == "backward"):
                 continue
             forward, seconds = send.phase == "forward", self._send(send, mode, count)
-            hides = send.kind == "exchange" or (
-                send.axis == "tensor" and not forward and send.kind != "all_gather"
-            )
-            if hides and send.axis == "tensor":
+            if send.kind == "exchange":
+                seconds = self.links.exposed(seconds, scores if forward else scores_back)
+            elif send.axis == "tensor" and not forward and send.kind != "all_gather":
                 left = self.links.exposed(seconds, beside)
                 beside, seconds = beside - (seconds - left), left
-            elif hides:
-                seconds = self.links.exposed(seconds, scores if forward else scores_back)
-            stage_seconds.add("forward" if forward else "inputs", send.axis, seconds)
-        return computed
+            stage_seconds.add(send.axis, **{"forward" if forward else "inputs": seconds})
 
-    def _computed(self, piece: Piece, *, compiled: bool) -> Seconds:
-        """Return the seconds in which a piece computes; many stages ask for the same one."""
-        key = "computed", id(piece), compiled, self.kernels.mode
-        if key not in self._seconds:
-            self._seconds[key] = self.kernels.compute(piece.plain, compiled=compiled)
-        return self._seconds[key]
+    def _add_computed(self, stage_seconds: StageSeconds, piece: Piece, *, compiled: bool) -> Seconds:
+        """Add the seconds in which a piece computes, and return them; many stages ask for the same one."""
+        key = piece, compiled
+        if key not in self._computed:
+            self._computed[key] = self.kernels.compute(piece.plain, compiled=compiled)
+        of = self._computed[key]
+        stage_seconds.add("compute", forward=of.forward, inputs=of.inputs, weights=of.weights)
+        return of
 
     def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
         return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)
 
     def _loss(self, stage_seconds: StageSeconds, loss: Piece) -> None:
-        computed = self._computed(loss, compiled=True)
-        stage_seconds.add("forward", "compute", computed.forward)
-        stage_seconds.add("inputs", "compute", computed.inputs)
-        stage_seconds.add("weights", "compute", computed.weights)
+        self._add_computed(stage_seconds, loss, compiled=True)
         for send in loss.sends():
-            stage_seconds.add("forward", send.axis, self._send(send))
+            stage_seconds.add(send.axis, forward=self._send(send))
 
-    def _accumulate(self, stage_seconds: StageSeconds, group: Group, times: int) -> None:
+    def _accumulate(self, seconds: StageSeconds, work: Work, group: Group, times: int) -> None:
         """Add the sum of a micro-batch's gradients, made in the dtype of the products, and those before."""
-        work = self.work
         if work.compute != work.reduce or work.micro_batches > 1:
             reads = work.compute + work.reduce * (1 + (work.micro_batches > 1))
-            stage_seconds.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
+            seconds.add("compute", times, weights=self.kernels.moved(group.trained * reads))
 
-    def around(
-        self, group: Group, forward: float, backward: float, *, root: bool = False, reached: bool = True
-    ) -> tuple[float, float, float]:
-        """Return the exposed seconds of what FSDP exchanges for a group at every micro-batch."""
-        gathers, replicas = self._rounds[root]
-        return self.exchange(group).around(
-            forward, backward, self.links,
-            zero=self.layout.zero, apart=self.in_two, replicas=replicas, gathers=gathers * reached,
-        )  # fmt: skip
 
-    @cached_property
-    def in_two(self) -> bool:
-        """Tell whether a backward has two parts."""
-        return self.layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
+def exchanged(piece: Piece) -> int:
+    """Return the bytes that a rank gives to one exchange of tokens between experts, if they are used evenly.
 
-    @cached_property
-    def _rounds(self) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return, for a block and for the root, the gathers in a backward, and the share of the sums that the
-        replicas sum too.
-        """
-        work, scatters = self.work, sums(self.work)
-        share = {root: sums_of_replicas(work, root=root) / scatters for root in (False, True)}
-        return (1, share[False]), (int(not root_stays(work)), share[True])
+    A block exchanges them twice in forward and twice in backward: to the experts and back. Before the first
+    it exchanges how many they are, which are fewer bytes.
+    """
+    return max((send.bytes for send in piece.sends() if send.axis == "expert"), default=0)
 
-    def exchange(self, group: Group) -> Exchange:
-        """Return the seconds of a group's exchanges over the data ranks."""
-        key = self._place, id(group)  # the sampled model and ``parameters`` hold each group
-        if key not in self._exchanges:
-            exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
-            if group.apart:
-                apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
-                exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
-            self._exchanges[key] = exchange
-        return self._exchanges[key]
 
-    def _exchanged(self, data: str, replicas: str, padded: int, trained: int) -> Exchange:
-        """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""
-        work, seconds, piece = self.work, self.links.seconds, trained * self.work.reduce
-        shards = self.links.place(data).ranks
-        exchange = Exchange(
-            seconds(data, "all_gather", padded * work.compute),
-            seconds(data, "reduce_scatter", shards * piece),
-            seconds(replicas, "all_reduce", piece),
-        )
-        if shards == 1 or self.links.machine.efficiency.groups:  # which are measured with these copies
-            return exchange
-        unpacking = self.kernels.moved(2 * shards * padded * work.compute)
-        packing = self.kernels.moved(shards * trained * (work.compute + work.reduce))
-        return exchange._replace(unpacking=unpacking, packing=packing)
-
-    @cached_property
-    def _place(self) -> tuple[object, ...]:
-        """Return what the places of the data ranks follow from."""
-        return self.layout.tensor, self.layout.data_sizes(), self.layout.data_sizes(experts=True)
+def in_one_piece(stage: StageCost, parameters: RankParameters) -> tuple[tuple[Group, int], ...]:
+    """Return the blocks of a stage that is one piece, a user's module's: all of a rank with its first one."""
+    return parameters.blocks if not stage.blocks and stage.leads else ()

@@ -17,28 +17,20 @@ Exposed is what nothing else is computed beside:
   for a message or takes it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property, partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 
-from ...parallel_state import ParallelState
+from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
-from ...simulation.without_numbers import DTYPES
-from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
-from ..sampled_model import SampledModel
-from ..sampled_module import Traced
+from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
-from .collectives import Links
-from .kernels import Kernels, Mode
+from .data_ranks import DataRanks
 from .machines import Machine
-from .once_a_step import OnceAStep
 from .prediction import PARTS, StepTime
-from .stage_seconds import StageSeconds
-from .stage_timer import StageTimer
+from .stage_timer import StageSeconds, StageTimer, in_one_piece
 
 #: By how much a sum is lowered that is compared with one of the same seconds in another order.
 _ROUNDED = 1 - 1e-12
@@ -47,14 +39,14 @@ _ROUNDED = 1 - 1e-12
 class StepTimer:
     """Time the steps of one model in one layout; ``work`` is that of any of its ranks.
 
-    ``split``: blocks of each stage. ``compiled``: whether blocks are fused by a compiler. A caller that times
-    many steps gives what these share: ``parameters`` and ``costs`` return the parameters and costs of a
-    pipeline rank; ``known`` holds seconds that were computed before on this machine, and new ones are added.
+    ``split``: blocks of each stage. ``compiled``, ``dtype``: as for ``StageTimer``. A caller that times many
+    steps gives what these share: ``timer``, and ``parameters`` and ``costs``, which return the parameters and
+    costs of a pipeline rank.
     """
 
     def __init__(
         self,
-        model: SampledModel | Traced,
+        model: PlannedModel,
         work: Work,
         machine: Machine,
         *,
@@ -63,75 +55,52 @@ class StepTimer:
         dtype: str = "",
         parameters: Callable[[int], RankParameters] | None = None,
         costs: Callable[[int], list[StageCost]] | None = None,
-        known: dict[Any, Any] | None = None,
+        timer: StageTimer | None = None,
     ) -> None:
-        self.model, self.machine, self.split = model, machine, split
-        layout = work.layout
-        self.layout, self.work = layout, work
-        dtype = dtype or str(DTYPES[work.compute]).removeprefix("torch.")
-        self.dtype = dtype
-        mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
-        self.kernels = Kernels(machine, mode, dtype)
-        self.links = Links(layout, machine)
-        self._known: dict[Any, Any] = {} if known is None else known
-        self.timer = StageTimer(model, work, self.kernels, self.links, self._known)
-        self.once = OnceAStep(self.timer, machine, self._known)
-        self._exchanging: dict[int, StageSeconds] = {}
-        self.parameters = parameters or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
-        self.costs = costs or cache(lambda rank: model.costs(self._work_of(rank), split))
-
-    def _work_of(self, rank: int) -> Work:
-        return replace(self.work, state=ParallelState.stand_in(self.layout, self.layout.first_rank(rank)))
-
-    def memory(self) -> list[MemoryPlan]:
-        """Return the memory of the first rank of each pipeline rank."""
-        ranks = range(self.layout.pipeline)
-        return [memory_of(self._work_of(rank), self.parameters(rank), self.costs(rank)) for rank in ranks]
-
-    @cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
-        """Return numbers that tell which pipeline ranks have stages alike."""
-        checkpoint_every = self.work.checkpoint_every if self.work.checkpointing == "every" else 1
-        return self.model.shapes(self.layout, self.split, checkpoint_every)
+        self.model, self.work, self.layout, self.machine = model, work, work.layout, machine
+        self.timer = timer or StageTimer(work, machine, compiled=compiled, dtype=dtype)
+        self.data_ranks = DataRanks(work, machine, self.timer.kernels)
+        of = work.of_pipeline
+        self.parameters = parameters or cache(lambda rank: model.parameters(of(rank).state, split))
+        self.costs = costs or cache(lambda rank: model.costs(of(rank), split))
 
     @cached_property
     def _alike(self) -> list[int]:
-        """Return, for each pipeline rank, the first one whose stages are like its stages."""
-        first: dict[tuple[int, ...], int] = {}
-        return [first.setdefault(shape, rank) for rank, shape in enumerate(self._shapes)]
+        """Return, for each pipeline rank, the first one whose stages are its stages."""
+        first: dict[tuple[StageCost, ...], int] = {}
+        return [first.setdefault(tuple(self.costs(rank)), rank) for rank in range(self.layout.pipeline)]
 
     @cached_property
     def _of_rank(self) -> dict[int, list[StageSeconds]]:
         """Return the seconds of the stages of each pipeline rank that is like none before."""
-        return {rank: self._of(rank) for rank in dict.fromkeys(self._alike)}
+        return {rank: [*self._stages_of(rank)] for rank in dict.fromkeys(self._alike)}
 
-    def _of(self, rank: int) -> list[StageSeconds]:
-        """Return the seconds of a pipeline rank's stages. Stages alike take as long in every layout that cuts
-        a block so, but for what the data ranks exchange during a micro-batch.
-        """
-        numbers, parameters = self._shapes[rank], partial(self.parameters, rank)
-        keys = [(self._timed_alike, number) for number in numbers]
-        known, costs = self._known, self.costs(rank) if self.layout.zero > 1 else None
-        if not all(key in known for key in keys):
-            for key, cost in zip(keys, costs or self.costs(rank), strict=True):
-                if key not in known:
-                    known[key] = self.timer.stage(cost, parameters)
-        if costs is None:
-            return [known[key] for key in keys]
-        for key, number, cost in zip(keys, numbers, costs, strict=True):
-            if number not in self._exchanging:
-                self._exchanging[number] = self.timer.exchanging(known[key], cost, parameters)
-        return [self._exchanging[number] for number in numbers]
+    def _stages_of(self, rank: int) -> Iterator[StageSeconds]:
+        parameters, layout = self.parameters(rank), self.layout
+        for number, cost in zip(layout.stages_of(rank), self.costs(rank), strict=True):
+            # The parameters that are in no block count once on a rank.
+            root = number == 0 or (cost.loss is not None and layout.rank_of_stage(number) != 0)
+            alone = self.timer.stage(cost, self.work, parameters, root=root)
+            yield self._exchanging(alone, cost, parameters, root) if layout.zero > 1 else alone
 
-    @cached_property
-    def _timed_alike(self) -> int:
-        """Return a number for all that the seconds of a stage depend on, beside its shape and the data
-        ranks; steps that share this have equal numbers.
+    def _exchanging(
+        self, alone: StageSeconds, stage: StageCost, parameters: RankParameters, root: bool
+    ) -> StageSeconds:
+        """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
+        micro-batch, from ZeRO 2 on.
         """
-        work, known = self.work, self._known
-        made = id(self.model), work.batch, work.checkpointing, work.loss_chunk, self.kernels.mode
-        number: int = known.setdefault((*made, work.micro_batches > 1), len(known))
-        return number
+        seconds, around = StageSeconds().include(alone), self.data_ranks.around
+        for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
+            group, beside = parameters.group(alike.number), self.timer.block(alike, self.work).computed
+            seconds.add("data", alike.count, **around(group, *beside, reached=alike.reached))
+        if root:
+            seconds.add("data", **around(parameters.root, 0.0, 0.0, root=True))
+        pieces = in_one_piece(stage, parameters)
+        count = sum(number for _, number in pieces)
+        for group, number in pieces:  # each beside its share of what the stage computes
+            share = alone.costs["F"] / count, alone.costs["B"] / count
+            seconds.add("data", number, **around(group, *share))
+        return seconds
 
     @cached_property
     def _stages(self) -> list[StageSeconds]:
@@ -152,7 +121,7 @@ class StepTimer:
         """Return the seconds in which a stage's results reach the next one."""
         if self.layout.pipeline == 1:
             return 0.0
-        return self.links.seconds("pipeline", "send", self.work.between_blocks, 1)
+        return self.data_ranks.links.seconds("pipeline", "send", self.work.between_blocks, 1)
 
     @cached_property
     def _with_messages(self) -> tuple[list[Mapping[Kind, float]], float]:
@@ -161,10 +130,9 @@ class StepTimer:
         On a CPU no message does: an action takes longer by the one that another rank sends to it.
         """
         costs: list[Mapping[Kind, float]] = [stage.costs for stage in self._stages]
-        home = self.layout.rank_of_stage
         if self.machine.asynchronous:
             return costs, self._sending
-        longer: list[Mapping[Kind, float]] = []
+        home, longer = self.layout.rank_of_stage, list[Mapping[Kind, float]]()
         for stage, cost in enumerate(costs):
             forward = self._sending * (stage > 0 and home(stage - 1) != home(stage))
             back = self._sending * (stage + 1 < len(costs) and home(stage + 1) != home(stage))
@@ -173,30 +141,49 @@ class StepTimer:
 
     def time(self, *, checkpoint: float = 0.0) -> StepTime:
         """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
-        layout, rounds, busy = self.layout, self.work.micro_batches, self._busy
+        layout, work, busy = self.layout, self.work, self._busy
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
         parts = dict.fromkeys(PARTS, 0.0)
         for stage in self._of_rank[self._alike[slowest]]:
             for name, seconds in stage.parts.items():
-                parts[name] += rounds * seconds
-        costs_of = [stage.costs for stage in self._stages]
+                parts[name] += work.micro_batches * seconds
         if layout.pipeline > 1:
-            alone = self._length(costs_of, 0.0)
+            alone = self._length([stage.costs for stage in self._stages], 0.0)
             parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
             parts["pipeline"] = self._length(*self._with_messages) - alone
         once = {"data": self._exchange, "optimizer": self._updates, "checkpoint": checkpoint}
         for name, seconds in once.items():
             parts[name] += seconds
-        flops = self.model.flops(self.work.sequence_length)
-        tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
+        tokens = work.micro_batch * work.micro_batches * layout.data * work.sequence_length
         return StepTime(
-            parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
-            *self._with_messages, self.machine.efficiency.source, self._stages, once,
+            parts, tokens, layout.world, self.model.flops(work.sequence_length),
+            self.machine.stated or self.machine.peak(self.timer.dtype), busy, *self._with_messages,
+            self.machine.efficiency.source, self._stages, once,
         )  # fmt: skip
 
-    def least(self) -> float:
-        """Return a lower bound of the seconds of a step, computed without the timetable."""
-        return self.least_of_stages() + self._exchange + self._updates
+    def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
+        """Return the seconds of the timetable."""
+        layout, work = self.layout, self.work
+        shape = layout.pipeline, layout.virtual_stages, layout.v_shape
+        seconds = tuple(tuple(cost.items()) for cost in costs)
+        return _length(work.schedule, shape, work.micro_batches, seconds, sending)
+
+    @cached_property
+    def _exchange(self) -> float:
+        """Return the exposed seconds of what ranks exchange once a step."""
+        once = self.data_ranks.once
+        return max(once(stages, self.parameters(rank)) for rank, stages in self._of_rank.items())
+
+    @cached_property
+    def _updates(self) -> float:
+        """Return the seconds of clipping and of the optimizer."""
+        return max(self.data_ranks.update(self.parameters(rank)) for rank in self._of_rank)
+
+    def least(self, of_stages: float | None = None) -> float:
+        """Return a lower bound of the seconds of a step, computed without the timetable; ``of_stages``: what
+        ``least_of_stages`` returns, where it is known.
+        """
+        return (of_stages or self.least_of_stages()) + self._exchange + self._updates
 
     def least_of_stages(self) -> float:
         """Return a lower bound of the seconds from the first forward to the last backward.
@@ -204,42 +191,23 @@ class StepTimer:
         A pipeline rank starts after the forward of the stages before its first one, and is then busy. If its
         last action is a whole backward, the backward of the stages before follows.
         """
-        if self.layout.zero > 1:
-            return self._longest
-        layout, work = self.layout, self.work
-        key = self._timed_alike, layout.pipeline, layout.virtual_stages, work.schedule, work.micro_batches
-        # Layouts that differ in their data ranks share it.
-        return float(self._known.get(key) or self._known.setdefault(key, self._longest))
-
-    @cached_property
-    def _longest(self) -> float:
-        """Return the bound of ``least_of_stages``."""
         waits = least = 0.0
         for busy, alike in zip(self._busy, self._alike, strict=True):
             least = max(least, waits + busy)
             costs = self._of_rank[alike][0].costs
-            waits += costs["F"] + self._sending + (0.0 if self.timer.in_two else costs["B"] + self._sending)
+            back = 0.0 if self.work.in_two else costs["B"] + self._sending
+            waits += costs["F"] + self._sending + back
         return least
 
-    def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
-        """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
-        layout, work = self.layout, self.work
-        numbers = tuple((cost["F"], cost["I"], cost["W"]) for cost in costs)
-        shape = layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches
-        key = work.schedule, shape, numbers, sending
-        if key not in self._known:
-            self._known[key] = step_length(work.schedule, layout, work.micro_batches, costs, sending)
-        length: float = self._known[key]
-        return length
 
-    @cached_property
-    def _exchange(self) -> float:
-        """Return the exposed seconds of what ranks exchange once a step."""
-        return max(
-            self.once.exchange(stages, self.parameters(rank)) for rank, stages in self._of_rank.items()
-        )
-
-    @cached_property
-    def _updates(self) -> float:
-        """Return the seconds of clipping and of the optimizer."""
-        return max(self.once.update(self.parameters(rank)) for rank in self._of_rank)
+@lru_cache(maxsize=4096)  # layouts that differ in their data ranks may share one
+def _length(
+    schedule: str,
+    shape: tuple[int, int, bool],
+    micro_batches: int,
+    costs: tuple[tuple[tuple[Kind, float], ...], ...],
+    sending: float,
+) -> float:
+    pipeline, virtual_stages, v_shape = shape
+    layout = Layout(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    return step_length(schedule, layout, micro_batches, [dict(seconds) for seconds in costs], sending)

@@ -8,7 +8,7 @@ from support.topics import explained
 from trilith.cli.app import run
 from trilith.cli.plan_explain import read_table
 from trilith.pipeline.bubble import bubble_share, micro_batches_for
-from trilith.planner.explanations.explanation import evaluate, readable
+from trilith.planner.explanation import evaluate, readable
 from trilith.planner.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 
 TOPICS = read_table()[1]

@@ -12,7 +12,7 @@ from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of_piece
 from trilith.planner.ring_and_tree import ring_wire_bytes
-from trilith.planner.time.kernels import exchanged
+from trilith.planner.time.stage_timer import exchanged
 from trilith.simulation.model_flops import Mfu, flops_per_token
 from trilith.simulation.pieces import ModelPieces
 
@@ -55,7 +55,7 @@ def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
     state, family = ParallelState.stand_in(Layout.of(data=4, expert=4)), family_of(raw)
     model = family.build(family.from_hf(raw), state=state)
     work = Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2)
-    given = exchanged(model.layers["0"], work.whole)
+    given = exchanged(ModelPieces(model, state).block(model.layers["0"], work.batch, reached=True))
     stated = values("experts", tokens=ROWS * LENGTH, hidden=64, experts_of_token=2, expert=4)
     assert 4 * ring_wire_bytes("all_to_all", given, 4) == stated["block"] > 0
 

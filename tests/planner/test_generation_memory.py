@@ -10,7 +10,7 @@ from trilith.generation import generate
 from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize, local
-from trilith.planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
+from trilith.planner.search.generation_layouts import GenerationMemory, generation_memory, rows_that_fit
 from trilith.testing import LiveBytes, run_parallel
 
 #: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.

@@ -56,7 +56,7 @@ def assert_planned_alike(alike, work, model, sample):
     with patch("trilith.planner.stage_costs.ModelPieces", partial(shared_pieces, alike)):
         assert like(memory_of(work, held, costs), plan_memory(work, model))
         expected = step_traffic(work, model)
-    found = traffic_of(work, held, costs, partial(sample.group, state=work.state))
+    found = traffic_of(work, held, costs)
     assert sorted(map(str, found)) == sorted(map(str, expected))
     return held
 

@@ -12,7 +12,7 @@ from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, read_request
 from trilith.planner.search.evaluate import Evaluator
-from trilith.planner.search.order import ties
+from trilith.planner.search.find import ties
 from trilith.planner.search.report import recipe_head
 from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
 from trilith.recipes import load_recipe

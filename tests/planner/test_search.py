@@ -13,16 +13,14 @@ from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, read_request
-from trilith.planner.search.bound import Bound
 from trilith.planner.search.candidates import candidates
 from trilith.planner.search.choice import recipe_of
-from trilith.planner.search.critical_batch import critical_batch
 from trilith.planner.search.evaluate import Answer, Evaluator
-from trilith.planner.search.find import LONGEST, SHOWN
-from trilith.planner.search.order import simplest_first, ties
+from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
 from trilith.planner.search.page import make_page
 from trilith.planner.search.report import recipe_toml
 from trilith.planner.search.tally import Tally
+from trilith.planner.search.warnings import critical_batch
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
@@ -90,12 +88,12 @@ def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(result):
 
 def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     priced, exact = list[object](), list[object]()
-    of_stage, of_choice = StageTimer._of_stage, Bound.of_choice
+    of_stage, of_one = StageTimer._of_stage, Evaluator.least
     monkeypatch.setattr(
         StageTimer, "_of_stage", lambda self, *given: (priced.append(self), of_stage(self, *given))[1]
     )
     monkeypatch.setattr(
-        Bound, "of_choice", lambda self, choice: (exact.append(choice), of_choice(self, choice))[1]
+        Evaluator, "least", lambda self, choice: (exact.append(choice), of_one(self, choice))[1]
     )
     result = find_layouts(request_of_llama())
     assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
@@ -212,7 +210,7 @@ def every_layout(request):
         for flow in cut.flows:
             for mode in flow.modes:
                 for store in cut.stores:
-                    evaluator._known.clear()  # seconds that several layouts share
+                    vars(evaluator).pop("_stage_timer", None)  # seconds that several layouts share
                     try:
                         yield cut, flow, evaluator.answer(cut.choice(flow, mode, store))
                     except BadInput:  # building a layer may refuse what the config allows
@@ -230,11 +228,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "headroom", "gpus"), CASES)
 def test_the_ten_best_are_those_of_all_layouts(name, headroom, gpus):
     request = request_of(name, headroom, gpus)
-    bound, fastest = Bound(Evaluator(request)), dict[object, Answer]()
+    evaluator, fastest = Evaluator(request), dict[object, Answer]()
     for cut, flow, answer in every_layout(request):
         choice, seconds = answer.choice, answer.time.seconds
-        least = bound.of_cut(cut), bound.of_flow(cut, flow), bound.of_mode(cut, flow, choice.checkpointing)
-        assert max(*least, bound.of_choice(choice)) <= seconds * (1 + 1e-12), choice
+        least = [evaluator.least_of_cut(cut), evaluator.least_of_rows(cut, flow), evaluator.least(choice)]
+        least += [evaluator.least_of_flow(cut, flow, mode) for mode in (None, choice.checkpointing)]
+        assert max(least) <= seconds * (1 + 1e-12), choice
         if answer.bytes <= request.room:
             known = fastest.setdefault(choice.cut, answer)
             fastest[choice.cut] = min(known, answer, key=lambda answer: answer.time.seconds)

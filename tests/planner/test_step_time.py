@@ -16,7 +16,7 @@ from trilith.planner import Work, sampled
 from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named, spending
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import Kernels
-from trilith.planner.time.rank_step import rank_step
+from trilith.planner.time.prediction import rank_step
 from trilith.simulation.recorder import Operator
 from trilith.simulation.trace import Trace
 

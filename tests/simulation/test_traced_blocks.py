@@ -16,8 +16,7 @@ from trilith.layers import AttentionInputs, checkpoint_blocks
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_input_gradients
-from trilith.planner.stage_bytes import StageBytes
-from trilith.planner.stage_costs import Pieces, StageCost
+from trilith.planner.stage_costs import StageBytes, StageCost
 from trilith.planner.step_shape import Work
 from trilith.simulation.kinds_of_blocks import signature
 from trilith.simulation.micro_batch import MicroBatch
@@ -273,9 +272,9 @@ def test_blocks_before_the_last_one_keep_all_until_the_second_part_of_a_backward
             in_two=True,
         )
     parts = {number: pieces.block(block, batch, reached=True) for number, block in enumerate(pair)}
-    stage = StageCost(False, parts, Pieces(()), frozenset(parts))
+    stage = StageCost(False, parts, (), frozenset(parts))
     work = Work(state, model.config.hidden_size, row.length, row.rows, 4, fused=False, schedule="zbv")
-    stage_bytes = StageBytes(stage, work, in_two=True, own_input=False, largest=0)
+    stage_bytes = StageBytes(stage, work, own_input=False, largest=0)
     assert stage_bytes.halfway == pytest.approx(together.between, rel=1e-4)  # but for a number or two
     assert sum(piece.between for piece in parts.values()) < 0.99 * together.between
 

@@ -1,1 +1,0 @@
-"""Explain figures step by step: the formula, the numbers put in, and the result."""

@@ -1,0 +1,170 @@
+"""Plan any rank of any layout of a model: the zoo's, or one whose code is a user's or transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..layers import PinnedBackend, Scaling, checkpoint_blocks, numbered_blocks, use_float8
+from ..models import AdaptedFamily, Family, ModelConfig
+from ..parallel_state import Layout, ParallelState
+from ..pipeline.relay import StageOutput
+from ..recipes.optimizer_sections import ParameterGroup
+from ..simulation.model_flops import TokenFlops
+from ..training.optimizer import freeze
+from ..training.own.module import OwnFamily
+from ..training.own_parts import OwnParts
+from .own_module import bytes_sent, micro_batch_of, outputs_of, stages_of
+from .rank_parameters import RankParameters, rank_parameters
+from .sampled_model import PlannedModel, sampled
+from .stage_costs import StageCost
+from .step_shape import Work
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
+
+
+@dataclass(frozen=True)
+class Asked:
+    """State what a recipe asks of a model: the groups of its parameters, how linears multiply in float8, who
+    computes attention, and in which dtype weights are that adapters leave as they are.
+    """
+
+    groups: tuple[tuple[str, ParameterGroup], ...] = ()
+    float8: Scaling | None = None
+    backend: PinnedBackend = "auto"
+    frozen: torch.dtype | None = None
+
+
+class TracedModel(PlannedModel):
+    """Trace each stage of a model whole; ``make`` builds the stages of a rank on the meta device, set up as a
+    recipe says. ``own``: what a user's module has beside it.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: ModelConfig,
+        make: Callable[[ParallelState, Sequence[int] | None], nn.Module],
+        own: OwnParts | None = None,
+    ) -> None:
+        super().__init__(family, config)
+        self._make, self._own = make, own
+        self._models: dict[object, nn.Module] = {}
+        self._costs: dict[object, list[StageCost]] = {}
+        self._outputs: dict[object, list[StageOutput]] = {}
+
+    def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
+        """Count the parameters of a rank."""
+        key = state.layout, state.rank, split and tuple(split)
+        if key not in self._held:
+            self._held[key] = rank_parameters(self._model(state, split), state)
+        return self._held[key]
+
+    def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
+        """Return the costs of each stage of the rank of ``work``."""
+        mode, interval, own = work.checkpointing, work.checkpoint_every, self._own
+        key = *self._cut(work.state, split), work.batch, mode, interval
+        if key not in self._costs:
+            model = self._model(work.state, split)
+            if mode != "none":  # in place, so of a model of its own
+                model, keeps = self._make(work.state, split), work.layout.context == 1
+                blocks = numbered_blocks(model).items()
+                checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
+            outputs = self.outputs(work, split) if own else None
+            self._costs[key] = stages_of(work, model, own and own.samples, own and own.loss, outputs)
+        return self._costs[key]
+
+    def _cut(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Any, ...]:
+        """Return all of a rank that its model depends on, which is not the data ranks but for experts'."""
+        layout, at = state.layout, state.at
+        place = layout.data_place(at, experts=True)[2] if layout.expert > 1 else 0
+        pipeline = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split)
+        return *layout.block_cut, *pipeline, at.pipeline, at.tensor, at.context, place
+
+    def _model(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
+        key = self._cut(state, split)
+        if key not in self._models:
+            self._models[key] = self._make(state, split)
+        return self._models[key]
+
+    def outputs(self, work: Work, split: Sequence[int] | None) -> list[StageOutput]:
+        """Return what each stage of a user's module gives for one micro-batch."""
+        assert self._own is not None
+        first = replace(work, state=ParallelState.stand_in(work.layout))
+        key = *self._cut(first.state, split), work.micro_batch, work.compute
+        if key not in self._outputs:
+            part = micro_batch_of(first, self._own.samples, getattr(self._own.loss, "sequence", {}))
+            self._outputs[key] = outputs_of(lambda state: self._model(state, split), first, part)
+        return self._outputs[key]
+
+    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
+        """Return the step with what each stage of a user's module gives, and whether it trains all
+        parameters.
+        """
+        if self._own is None:
+            return work
+        sent = bytes_sent(self.outputs(work, split)) if work.layout.pipeline > 1 else ()
+        trains_all = getattr(self.family.on_meta(self.config), "trains_all", False)
+        return replace(work, sent=sent, trains_all=trains_all)
+
+    def flops(self, sequence_length: int) -> TokenFlops:
+        """Count the FLOPs of a token of the whole model: of a user's module those of a trace, in which
+        attention counts with all else that is no product with weights.
+        """
+        if self._own is None:
+            return super().flops(sequence_length)
+        work = Work(ParallelState.alone(), 1, sequence_length, 1, 1, fused=False)
+        (stage,) = stages_of(work, self._make(work.state, None), self._own.samples, self._own.loss)
+        (piece,) = stage.beside
+        return TokenFlops(*(each / sequence_length for each in (piece.matrices, piece.other, piece.trained)))
+
+
+def planned_model(
+    family: Family, config: ModelConfig, layout: Layout, asked: Asked = Asked()
+) -> PlannedModel:
+    """Return what plans a model, the same object for layouts that cut its layers alike: one block of each
+    kind of the zoo's, which takes no groups and no backend, or a trace of all that a rank holds of another.
+    """
+    if isinstance(family, OwnFamily):
+        return own_model(family, config, layout)
+    if family.adopted:
+        family.check_layout(config, layout)
+        return _adopted(family, config, asked, layout.block_cut)
+    return sampled(family, config, layout, frozen=asked.frozen, float8=asked.float8)
+
+
+def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
+    """Return what plans a user's module."""
+    own = family.parts
+    assert isinstance(own, OwnParts)
+
+    def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
+        # Classes that take no split cut themselves, as the split says.
+        model: nn.Module = family.build(config, split=split if family.takes_split else None, state=state)
+        own.set_up(model, state)
+        return model
+
+    model: TracedModel = own.known.setdefault(layout.block_cut, TracedModel(family, config, make, own))
+    return model
+
+
+@lru_cache(maxsize=64)  # one for each cut of the layers, of which a search asks for many
+def _adopted(family: Family, config: ModelConfig, asked: Asked, cut: object) -> TracedModel:
+    """Return what plans a model whose blocks transformers' code computes."""
+
+    def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
+        frozen: dict[str, Any] = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}
+        model: CausalLM = family.build(config, split=split, state=state, **frozen)
+        freeze(model, dict(asked.groups))
+        model.pin_attention(asked.backend)
+        if asked.float8 is not None:
+            use_float8(model, asked.float8)
+        return model
+
+    return TracedModel(family, config, make)
