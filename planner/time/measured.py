@@ -15,6 +15,7 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 #: What bench's figures call the kinds of collectives.
 FIGURE_NAMES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
+_PINNED = "host to device, pinned: GB/s"
 #: No figure of a machine is larger, in its unit.
 _LARGEST = 1e18
 
@@ -31,66 +32,58 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     facts, names = _facts(report, path)
     speed, links = _figures(report, "speed"), _figures(report, "links")
     cuda = facts.get("device") == "cuda"
-    name = names[0] if cuda and names else str(facts.get("processor", "CPU"))[:80]
-    products = {
-        dtype: _figure(speed, f"matmul, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
-    }
-    products["float16"] = products["bfloat16"]
-    attention = {
-        dtype: _figure(speed, f"attention, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
-    }
-    ranks = _figure(facts, "gpus" if cuda else "ranks", path)
+
+    def of(figures: Mapping[str, Any], name: str, **limits: Any) -> float:
+        return _figure(figures, name, path, **limits)
+
+    products, attention = (
+        {dtype: of(speed, f"{kind}, {word}: TFLOP/s") * 1e12 for dtype, word in _DTYPES.items()}
+        for kind in ("matmul", "attention")
+    )
+    ranks = of(facts, "gpus" if cuda else "ranks")
     rates = {
-        kind: _figure(links, f"{word}: GB/s", path) * 1e9
+        kind: of(links, f"{word}: GB/s") * 1e9
         for kind, word in FIGURE_NAMES.items()
         if links.get(f"{word}: GB/s")
     }
     best = max(rates.values(), default=0.0)
-    small = _figure(links, "all-reduce of 4 KiB: us", path, zero=True) / 1e6 if links else 0.0
-    launch = _figure(speed, "operator in a block: us", path) / 1e6
+    small = of(links, "all-reduce of 4 KiB: us", zero=True) / 1e6 if links else 0.0
     again: dict[Checkpointing, float] = {}
-    collectives: dict[Checkpointing, float] = {}
-    exchanges: dict[Checkpointing, float] = {}
+    # Alone an all-reduce of next to nothing is two messages, and an exchange is one.
+    waits = {"collective in a block": small, "exchange around a ring": small / 2}
+    in_block: dict[str, dict[Checkpointing, float]] = {name: {} for name in waits}
     for mode in () if cuda else get_args(Checkpointing):
         measured = "full" if mode == "every" else mode
         if mode != "none":
-            again[mode] = (
-                _figure(speed, f"checkpointing {measured}, for an operator: us", path, zero=True) / 1e6
-            )
-        if links:
-            # Alone an all-reduce of next to nothing is two messages, and an exchange is one.
-            for name, waits, alone in (
-                ("collective in a block", collectives, small),
-                ("exchange around a ring", exchanges, small / 2),
-            ):
-                whole = _figure(links, f"{name}, checkpointing {measured}: us", path, zero=True) / 1e6
-                waits[mode] = max(0.0, whole - alone)
+            again[mode] = of(speed, f"checkpointing {measured}, for an operator: us", zero=True) / 1e6
+        for name, alone in waits.items() if links else ():
+            whole = of(links, f"{name}, checkpointing {measured}: us", zero=True) / 1e6
+            in_block[name][mode] = max(0.0, whole - alone)
     groups = {
-        kind: Link("measured", rate=_figure(links, f"{word} of a block: GB/s", path) * 1e9,
-                   latency=_figure(links, f"{word} of a tiny block: us", path, zero=True) / 1e6)
+        kind: Link("measured", rate=of(links, f"{word} of a block: GB/s") * 1e9,
+                   latency=of(links, f"{word} of a tiny block: us", zero=True) / 1e6)
         for kind, word in (FIGURE_NAMES.items() if links and not cuda else ())
     }  # fmt: skip
     share = {kind: rate / best for kind, rate in rates.items()}
-    link = Link("measured", best, small / 2)
-    main = "bfloat16" if cuda else "float32"
-    peak = peak_named(name) if cuda else None
+    link, main = Link("measured", best, small / 2), "bfloat16" if cuda else "float32"
     efficiency = Efficiency(
         products=1.0,
         attention=attention[main] / products[main],
         memory=1.0,
-        launch=launch,
+        launch=of(speed, "operator in a block: us") / 1e6,
         source=f"measured: {path}",
         links={"": min(share.values(), default=1.0), **share},
         again=again,
-        collectives=collectives,
-        exchanges=exchanges,
+        collectives=in_block["collective in a block"],
+        exchanges=in_block["exchange around a ring"],
         groups=groups,
     )
+    name = names[0] if cuda and names else str(facts.get("processor", "CPU"))[:80]
     return Machine(
         name,
-        memory=_figure(facts, "memory", path, least=2.0**20) / (1 if cuda else ranks),
-        peaks=products,
-        bandwidth=_figure(speed, "copy: GB/s read and written", path) * 1e9,
+        memory=of(facts, "memory", least=2.0**20) / (1 if cuda else ranks),
+        peaks=products | {"float16": products["bfloat16"]},
+        bandwidth=of(speed, "copy: GB/s read and written") * 1e9,
         inside=link,
         between=link,
         gpus=gpus_per_node or int(ranks),
@@ -98,9 +91,8 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         source=f"measured: {path}",
         efficiency=efficiency,
         asynchronous=cuda,
-        host=(_figure(speed, pinned, path) if speed.get(pinned := "host to device, pinned: GB/s") else 25.0)
-        * 1e9,
-        stated=peak,
+        host=of(speed, _PINNED) * 1e9 if speed.get(_PINNED) else 25e9,
+        stated=peak_named(name) if cuda else None,
     )
 
 

@@ -90,14 +90,21 @@ class StageTimer:
         self._blocks: dict[object, StageSeconds] = {}
         self._computed: dict[object, Seconds] = {}
 
-    def stage(self, stage: StageCost, work: Work, parameters: RankParameters, *, root: bool) -> StageSeconds:
-        """Return the seconds of a stage; ``root``: whether parameters that are in no block count with it."""
-        key = stage, work.checkpointing, work.checkpoint_every, work.micro_batches > 1, root
+    def stage(
+        self, stage: StageCost, work: Work, parameters: RankParameters, root: Group | None
+    ) -> StageSeconds:
+        """Return the seconds of a stage. ``root``: those parameters of its rank that are in no block, if they
+        count with this stage; a rank of a V has those of both ends.
+        """
+        trained = root and root.trained
+        key = stage, work.checkpointing, work.checkpoint_every, work.micro_batches > 1, trained
         if key not in self._stages:
             self._stages[key] = self._of_stage(stage, work, parameters, root)
         return self._stages[key]
 
-    def _of_stage(self, stage: StageCost, work: Work, parameters: RankParameters, root: bool) -> StageSeconds:
+    def _of_stage(
+        self, stage: StageCost, work: Work, parameters: RankParameters, root: Group | None
+    ) -> StageSeconds:
         seconds = StageSeconds()
         for alike in stage.alike(work.checkpointing, work.checkpoint_every):
             seconds.include(self.block(alike, work), alike.count)
@@ -106,9 +113,7 @@ class StageTimer:
             self._module(seconds, piece)
         if stage.loss is not None:
             self._loss(seconds, stage.loss)
-        if root:
-            self._accumulate(seconds, work, parameters.root, 1)
-        for group, count in in_one_piece(stage, parameters):
+        for group, count in (*([] if root is None else [(root, 1)]), *in_one_piece(stage, parameters)):
             self._accumulate(seconds, work, group, count)
         return seconds
 

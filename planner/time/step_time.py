@@ -23,7 +23,7 @@ from functools import cache, cached_property, lru_cache
 from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
-from ..rank_parameters import RankParameters
+from ..rank_parameters import Group, RankParameters
 from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
@@ -79,12 +79,13 @@ class StepTimer:
         parameters, layout = self.parameters(rank), self.layout
         for number, cost in zip(layout.stages_of(rank), self.costs(rank), strict=True):
             # The parameters that are in no block count once on a rank.
-            root = number == 0 or (cost.loss is not None and layout.rank_of_stage(number) != 0)
-            alone = self.timer.stage(cost, self.work, parameters, root=root)
+            counts = number == 0 or (cost.loss is not None and layout.rank_of_stage(number) != 0)
+            root = parameters.root if counts else None
+            alone = self.timer.stage(cost, self.work, parameters, root)
             yield self._exchanging(alone, cost, parameters, root) if layout.zero > 1 else alone
 
     def _exchanging(
-        self, alone: StageSeconds, stage: StageCost, parameters: RankParameters, root: bool
+        self, alone: StageSeconds, stage: StageCost, parameters: RankParameters, root: Group | None
     ) -> StageSeconds:
         """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
         micro-batch, from ZeRO 2 on.
@@ -93,8 +94,8 @@ class StepTimer:
         for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
             group, beside = parameters.group(alike.number), self.timer.block(alike, self.work).computed
             seconds.add("data", alike.count, **around(group, *beside, reached=alike.reached))
-        if root:
-            seconds.add("data", **around(parameters.root, 0.0, 0.0, root=True))
+        if root is not None:
+            seconds.add("data", **around(root, 0.0, 0.0, root=True))
         pieces = in_one_piece(stage, parameters)
         count = sum(number for _, number in pieces)
         for group, number in pieces:  # each beside its share of what the stage computes

@@ -10,7 +10,7 @@ import pytest
 import support
 from support.configs import FOLDER
 from trilith.cli.app import run
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, Layout
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, read_request
 from trilith.planner.search.candidates import candidates
@@ -202,6 +202,18 @@ def request_of(name, headroom, gpus):
     machine = machine_named("rtx-4090", gpus_per_node=2)
     path = str(FOLDER / "search" / f"{name}.json")
     return read_request(path, machine, gpus, sequence_length=2048, global_batch=4, headroom=headroom)
+
+
+def test_a_layout_takes_as_long_whatever_was_timed_before():
+    """Stages that are alike share seconds, but a rank of a V holds both ends beside them."""
+    request = request_of("dense", 0.08, 4)
+    stages = {"pipeline": 2, "data": 2, "virtual_stages": 2}
+    cut = Choice(Layout.of(**stages), "interleaved-zero-bubble")
+    in_v = Choice(Layout.of(**stages, v_shape=True), "zbv")
+    alone = {choice: Evaluator(request).answer(choice).time.parts for choice in (cut, in_v)}
+    for order in ((cut, in_v), (in_v, cut)):
+        evaluator = Evaluator(request)
+        assert [evaluator.answer(choice).time.parts for choice in order] == [alone[one] for one in order]
 
 
 def every_layout(request):
