@@ -4,6 +4,7 @@ README.md, docs/fine_tuning.md, docs/your_model.md and the tutorials promise run
 of their own; test_site.py is about the site.
 """
 
+import json
 import re
 import shlex
 import tomllib
@@ -30,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import Manifest, convert
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared.aliases import FORMER_COMMANDS
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
@@ -262,6 +264,31 @@ def test_files_are_tokenized_packed_and_trained_on_as_shown(tmp_path, monkeypatc
     out = capsys.readouterr().out
     assert "[[ColumnParallelLinear.</s>]]" in out and "1 sample left out" in out
     assert len(read_metrics(Path("run") / "metrics.jsonl")) == 4
+
+
+def test_a_run_and_a_folder_are_evaluated_as_shown(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    page, data = Page.read("docs/evaluation.md"), Page.read("docs/data.md")
+    train_tokenizer([data.text], Path("Llama-3.2-1B"), vocab_size=400)
+    for name, text in (
+        ("held-out.txt", data.text),
+        ("chats.jsonl", "".join(data.blocks("jsonl"))),
+        ("Llama-3.2-1B/chat_template.jinja", "".join(data.blocks("jinja"))),
+    ):
+        Path(name).write_text(text, encoding="utf-8")
+    LlamaForCausalLM(LlamaConfig(**TINY_LLAMA | {"vocab_size": 400})).save_pretrained("Llama-3.2-1B")
+    tokenized, evaluated = page.commands()[:2], page.commands()[2:]
+    assert [run(words) for words in tokenized] == [0, 0]
+    raw = tiny_recipe("run", "held-out", steps=1, data={"sequence_length": 64})
+    for changes in ({}, {"out": "lora-run", "dtype": "float32", "lora": {"r": 2}}):
+        write_recipe(Path("recipe.toml"), raw | {"model": {"init_from": "Llama-3.2-1B"}} | changes)
+        assert run(["train", "recipe.toml", "--quiet"]) == 0
+    capfd.readouterr()
+    assert [run([*words, "--device", "cpu"]) for words in evaluated] == [0] * len(evaluated)
+    *lines, json_line = capfd.readouterr().out.splitlines()
+    *_, line, shown = page.blocks("text")[0].splitlines()
+    assert re.sub(r"[\d.,]+", "", lines[0]) == re.sub(r"[\d.,]+", "", line)
+    assert json.loads(json_line).keys() == json.loads(shown).keys()
 
 
 def test_the_recipe_of_context_parallelism_is_one(tmp_path):

@@ -146,6 +146,7 @@ QUESTIONS = {
     "what does zbv do": ("docs/pipeline.md", "**`zbv`** (zero bubble, V)"),
     "which models": ("docs/models.md", "| `llama` |"),
     "was this tested on GPUs": ("docs/performance.md", "several GPUs, several real hosts"),
+    "how good is my model on my texts": ("docs/evaluation.md", "trilith evaluate run held-out"),
     "how do I make my own MoE parallel": ("docs/experts.md", "## Make your own MoE parallel"),
 }
 
