@@ -5,7 +5,6 @@ from typing import Any
 
 from ...parallel_state import BadInput
 from .translation import (
-    NO_COUNTERPART,
     ULYSSES,
     ForeignConfig,
     RecipeDraft,
@@ -24,28 +23,6 @@ _DTYPES = {
 _LR = 1e-3
 #: The schedule here that each of DeepSpeed's becomes.
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-#: Sections and keys that say how DeepSpeed does its work, not what is computed: nothing is lost.
-_ENGINE = "how DeepSpeed does it; torch's FSDP2 and pipelining have no such setting"
-_KNOWN = {
-    "zero_optimization": _ENGINE,
-    "zero_optimization.offload_optimizer.ratio": "all of it is offloaded",
-    "bf16": _ENGINE,
-    "torch_autocast": _ENGINE,
-    "tensorboard": "event files are in the run's folder",
-    "wall_clock_breakdown": "every step's seconds are in metrics.jsonl",
-    "flops_profiler": "every step's tokens a second are in metrics.jsonl",
-    "comms_logger": _ENGINE,
-    "wandb": "metrics are in metrics.jsonl",
-    "csv_monitor": "metrics are in metrics.jsonl",
-    "zero_allow_untested_optimizer": "AdamW is what is tested here",
-    "checkpoint": "checkpoints are whole in any layout; see [checkpoint]",
-    "amp": 'apex; say compute = "bfloat16" or "float16" instead',
-    "pipeline": "blocks are cut by what they cost, or by layout.split; docs/pipeline.md",
-    "expert_parallel": "what its experts are, the model's config says; docs/experts.md",
-    "use_data_before_expert_parallelism": "experts lie on neighbours among the data ranks",
-    "seq_parallel_communication_data_type": "keys and values travel in the dtype of compute",
-    "activation_checkpointing": "what is recomputed is kept nowhere: it is not cut, copied or packed",
-}
 
 
 def from_deepspeed(
@@ -73,12 +50,9 @@ def from_deepspeed(
     _reduction(config, draft)
     if config.section("tensorboard").flag("enabled"):
         draft.set("watch.trackers", ["tensorboard"])
-    for key, setting in config.unread():
-        draft.miss(key, setting, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], NO_COUNTERPART)))
     for key in config.unknown_autos():
         draft.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
-    draft.check()
-    return draft
+    return draft.finish(config, "deepspeed")
 
 
 _NAMES = {
@@ -158,8 +132,6 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.set("optimizer.weight_decay", decay, "of matrices alone" if decay else "")
     if params.raw.get("adam_w_mode") is False and decay:
         draft.miss("optimizer.params.adam_w_mode", False, "weight decay is AdamW's, not L2")
-    for key in ("adam_w_mode", "torch_adam", "fused", "bias_correction"):
-        params.value(key)
     draft.set("optimizer.clip", config.number("gradient_clipping", 0.0))
     _schedule(config, draft, rate)
 

@@ -4,10 +4,17 @@ from typing import Any
 
 from ...data.megatron import parse_blend
 from ...system import counted
-from .megatron_arguments import Arguments, reason_of
+from .megatron_arguments import Arguments
 from .megatron_layout import layout, steps_and_schedule
 from .megatron_model import model_shape
-from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
+from .translation import (
+    ForeignConfig,
+    RecipeDraft,
+    half_dtype,
+    reason_of,
+    set_compute,
+    set_loss_scale,
+)
 
 
 def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None) -> RecipeDraft:
@@ -33,10 +40,7 @@ def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None)
         _experts(config, draft)
     _data(config, draft)
     _saving(config, draft)
-    for key, argument in config.unread():
-        draft.miss(key, argument, reason_of(key))
-    draft.check()
-    return draft
+    return draft.finish(config, "megatron")
 
 
 def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
@@ -73,7 +77,6 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
         set_loss_scale(config, draft, initial, static=bool(static))
     if config.flag("grad_reduce_in_bf16"):
         draft.set("reduce", "bfloat16")
-    config.flag("accumulate_allreduce_grads_in_fp32")  # as here, where nothing else is said
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -84,8 +87,6 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.set("optimizer.eps", config.number("adam_eps", 1e-8))
     draft.set("optimizer.weight_decay", config.number("weight_decay", 0.01))
     draft.set("optimizer.clip", config.number("clip_grad", 1.0))
-    if (style := config.text("weight_decay_incr_style") or "constant") != "constant":
-        draft.miss("weight_decay_incr_style", style, "weight decay stays as it is")
 
 
 def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -176,10 +177,5 @@ def _saving(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.set("log_every", steps)
     if config.value("tensorboard_dir"):
         draft.set("watch.trackers", ["tensorboard"])
-    load, save = config.value("load"), config.value("save")
-    for key, path in (
-        ("load", load if load != save else None),
-        ("pretrained_checkpoint", config.value("pretrained_checkpoint")),
-    ):
-        if path:
-            draft.miss(key, path, "a checkpoint of Megatron's: `trilith convert` it, and set model.init_from")
+    if (load := config.value("load")) and load != config.value("save"):
+        draft.miss("load", load, reason_of("megatron", "pretrained_checkpoint"))

@@ -15,27 +15,12 @@ from .parallel_in_trainer import (
     read_sizes,
     with_arguments,
 )
-from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute
+from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute
 
-#: Keys that say nothing about what is trained, or what is so here anyway.
-_MEANINGLESS = {
-    *("hub_token", "hub_model_id", "push_to_hub", "log_level", "log_level_replica", "logging_dir"),
-    *("run_name", "disable_tqdm", "local_rank", "do_train", "do_eval", "do_predict"),
-    *("dataloader_pin_memory", "dataloader_num_workers", "dataloader_drop_last", "ddp_backend"),
-    *("ddp_timeout", "ddp_find_unused_parameters", "remove_unused_columns", "overwrite_output_dir"),
-    *("per_device_eval_batch_size", "fp16_backend", "half_precision_backend", "accelerator_config"),
-    *("save_safetensors", "save_only_model", "_n_gpu"),
-}
 _SCHEDULES = {
     **{name: name for name in ("linear", "cosine", "constant", "inverse_sqrt")},
     **{"constant_with_warmup": "constant", "polynomial": "linear", "warmup_stable_decay": "wsd"},
     **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
-}
-#: Why keys of a section are left, where there is a better reason.
-_KNOWN = {
-    "fsdp_config": "each block is wrapped, and FSDP2 is used, as torch has it",
-    "gradient_checkpointing_kwargs": "full checkpointing has no settings",
-    "activation_checkpointing_kwargs": "full checkpointing has no settings",
 }
 
 
@@ -81,15 +66,10 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     if config.flag("gradient_checkpointing") or config.flag("activation_checkpointing"):
         draft.set("memory.checkpointing", "full")
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        config.section(key).value("use_reentrant")  # the same numbers either way
+        config.section(key)  # its keys are listed
     _saving(config, draft, steps)
     _watching(config, draft)
-    defaults = _defaults()
-    for key, setting in config.unread():
-        if key not in _MEANINGLESS and not (key in defaults and defaults[key] == setting):
-            draft.miss(key, setting, _KNOWN.get(key.split(".")[0], NO_COUNTERPART))
-    draft.check()
-    return draft
+    return draft.finish(config, "trainer", _defaults())
 
 
 def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -99,8 +79,6 @@ def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
     if (packing := config.value("packing")) is not None:
         remark = "of conversations: `trilith tokenize --chat` makes the tokens"
         draft.set("data.samples", "packed" if packing else "single", remark)
-    if config.flag("assistant_only_loss"):
-        draft.miss("assistant_only_loss", True, "`trilith tokenize --chat` says it: only these are learnt")
 
 
 def _batch(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -163,15 +141,11 @@ def _schedule(
         least = options.number("min_lr_rate") or (options.number("min_lr", 0.0) or 0.0) / rate
     elif kind == "polynomial":
         least = (options.number("lr_end", 1e-7) or 0.0) / rate
-        if (power := options.number("power", 1.0)) != 1.0:
-            draft.miss("lr_scheduler_kwargs.power", power, "the rate falls in a straight line")
     elif kind == "warmup_stable_decay":
         least = options.number("min_lr_ratio", 0.0) or 0.0
         if (decay := options.whole("num_decay_steps", least=1)) is not None:
             draft.set("optimizer.decay", decay)
         draft.set("optimizer.decay_shape", options.text("decay_type") or "cosine")
-        if (shape := options.text("warmup_type") or "linear") != "linear":
-            draft.miss("lr_scheduler_kwargs.warmup_type", shape, "the warm-up is a straight line")
     draft.set("optimizer.minimum_ratio", least)
     _warmup(config, draft, steps, kind)
 

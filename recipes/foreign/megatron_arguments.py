@@ -1,5 +1,4 @@
-"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON; say why
-an argument has no counterpart.
+"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON.
 
 Megatron resolves its arguments and prints them at the start of a run; a shell gives the words of a script.
 So neither is done here.
@@ -21,112 +20,8 @@ from ...parallel_state import BadInput
 from ...storage.safe_open import open_regular
 from ...storage.small_files import read_json, read_text
 from ...system import whole_number
-from .translation import NO_COUNTERPART
+from .translation import settings_of
 
-#: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
-_ALIASES = {
-    "model_parallel_size": "tensor_model_parallel_size",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "batch_size": "micro_batch_size",
-    "layernorm_epsilon": "norm_epsilon",
-    "use_custom_fsdp": "use_megatron_fsdp",
-    "fp8_format": "fp8",
-    "expert_tensor_model_parallel_size": "expert_tensor_parallel_size",
-    "encoder_seq_length": "seq_length",
-    "sequence_length": "seq_length",
-    "max_steps": "train_iters",
-    "warmup_steps": "lr_warmup_iters",
-    "gradient_clip_val": "clip_grad",
-    "activations_checkpoint_granularity": "recompute_granularity",
-    "activations_checkpoint_method": "recompute_method",
-    "activations_checkpoint_num_layers": "recompute_num_layers",
-    "data_prefix": "data_path",
-    "val_check_interval": "eval_interval",
-    "devices": "nproc_per_node",
-    "num_nodes": "nnodes",
-    "moe_router_topk_limited_devices": "moe_router_num_groups",
-    "num_moe_experts": "num_experts",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-}
-#: Flags and values that mean a value of another argument.
-_EQUIVALENTS: dict[tuple[str, Any], tuple[str, Any]] = {
-    ("disable_bias_linear", True): ("add_bias_linear", False),
-    ("bias", False): ("add_bias_linear", False),
-    ("no_position_embedding", True): ("add_position_embedding", False),
-    ("use_rotary_position_embeddings", True): ("position_embedding_type", "rope"),
-    ("recompute_activations", True): ("recompute_granularity", "selective"),
-    ("checkpoint_activations", True): ("recompute_granularity", "full"),
-    ("share_embeddings_and_output_weights", False): ("untie_embeddings_and_output_weights", True),
-    ("activation", "swiglu"): ("swiglu", True),
-    ("activation", "fast-swiglu"): ("swiglu", True),
-    ("gated_linear_unit", True): ("swiglu", True),
-    ("normalization", "rmsnorm"): ("normalization", "RMSNorm"),
-    ("normalization", "layernorm"): ("normalization", "LayerNorm"),
-    ("precision", "bf16"): ("bf16", True),
-    ("precision", "bf16-mixed"): ("bf16", True),
-    ("precision", 16): ("fp16", True),
-    ("precision", "16-mixed"): ("fp16", True),
-    ("mixed_precision", "bf16_mixed"): ("bf16", True),
-    ("mixed_precision", "fp16_mixed"): ("fp16", True),
-}
-#: Arguments that are paths: a script's own argument that nobody gave is none, and left to be filled in.
-_PATHS = {
-    *("data_path", "train_data_path", "valid_data_path", "tokenizer_model", "vocab_file", "merge_file"),
-    *("save", "load", "pretrained_checkpoint", "tensorboard_dir"),
-}
-#: Why an argument has no counterpart in a recipe, and beginnings of names: the longest that fits counts.
-_REASONS = {
-    "how Megatron does it; what is computed stays the same": """
-        overlap_ tp_comm_ transformer_impl use_mcore_models use_legacy_models masked_softmax_fusion
-        no_masked_softmax_fusion cross_entropy_ gradient_accumulation_fusion no_gradient_accumulation_fusion
-        bias_ no_bias_ no_rope_fusion no_persist_layer_norm manual_gc empty_unused_memory_level
-        distributed_backend use_cpu_initialization cuda_graph enable_cuda_graph external_cuda_graph
-        moe_grouped_gemm moe_permute_fusion moe_token_dispatcher_type ddp_
-    """,
-    "see attention_backend in docs/recipe.md: the first one that can is taken": """
-        attention_backend use_flash_attn
-    """,
-    "see compute; weights and moments stay in float32": "params_dtype",
-    "set timeout, in seconds": "distributed_timeout_minutes",
-    "routers compute in float32": "moe_router_dtype",
-    "metrics are in metrics.jsonl, and every step's seconds with them": """
-        moe_per_layer_logging log_ timing_log_ wandb_ tensorboard_
-    """,
-    "no token of an expert is dropped": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
-    "the loss is a mean over all tokens of the step here": "calculate_per_token_loss",
-    "a loss or gradient that is not finite stops the run": "check_for_nan no_check_for_nan",
-    "checkpoints are whole in any layout; see [checkpoint]": """
-        ckpt_ dist_ckpt_ auto_detect_ckpt_format use_dist_ckpt no_load_ no_save_
-    """,
-    "weights alone come with model.init_from": "finetune",
-    "set stop_after, in steps": "exit_",
-    "how Megatron reads its data; token files are mapped": """
-        data_cache_path mmap_bin_files no_mmap_bin_files create_attention_mask_in_dataloader
-        no_create_attention_mask_in_dataloader
-    """,
-    "set data.prefetch, the batches made ahead": "num_workers",
-    "rows are shuffled anew in each epoch": "dataloader_type",
-    "set data.tokens to a token file": "mock_data",
-    "set model.tokenizer to a Hugging Face folder": "vocab_file merge_file tokenizer_model tiktoken_",
-    "rows of padding are never stored": "make_vocab_size_divisible_by",
-    "set watch.trace_steps": "profile use_pytorch_profiler",
-    "set [[optimizer.groups]] with a match and lr_scale": "decoupled_",
-    "scales are made from the numbers at hand, one a tensor": "fp8_",
-    "what is recomputed is kept nowhere": "distribute_saved_activations",
-    "docs/memory.md says what each value of memory.checkpointing computes again": "recompute_",
-    "set layout.split; the cut changes no result": """
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
-    """,
-    "blocks are cut by what they cost, embedding and loss included": "account_for_",
-    "an expert is cut over the tensor ranks as all else is": "expert_tensor_parallel_size",
-    "weight decay stays as it is": "start_weight_decay end_weight_decay",
-    "this family turns a whole head": "rotary_percent",
-    "set sliding_window in model.config, where the family has one": "window_size",
-    "softmax is computed in float32 at least": """
-        attention_softmax_in_fp32 apply_query_key_layer_scaling no_query_key_layer_scaling
-    """,
-    "the model is not known": "max_position_embeddings",
-}
 _TORCHRUN = ("nproc_per_node", "nnodes")
 #: What a user puts in the place of torchrun.
 COMMAND = "trilith recipe from-megatron --"
@@ -168,20 +63,21 @@ def arguments_of(words: Sequence[str]) -> Arguments:
     if not programs or not any(word.startswith("--") for word in words[programs[0] :]):
         expected = "a .py file and arguments after it"
         raise BadInput(COMMAND, expected=expected, found=" ".join(words)[:60] or "nothing")
-    launcher = dict(_flags(words[: programs[0]]))
+    launcher, paths = dict(_flags(words[: programs[0]])), settings_of("megatron")["paths"].split()
     raw, unsure = {key: launcher[key] for key in _TORCHRUN if key in launcher}, list[str]()
     for key, value in _flags(words[programs[0] + 1 :]):
         if key in raw and raw[key] != value:
             unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
-        raw[key] = None if value is True and key in _PATHS else value
+        raw[key] = None if value is True and key in paths else value
     return _normalized(raw, unsure, COMMAND)
 
 
 def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
     """Return the arguments by Megatron's names of today."""
     values: dict[str, Any] = {}
+    aliases = settings_of("megatron")["aliases"]
     for key, value in raw.items():
-        name, value = _equivalent(_ALIASES.get(key, key), value)
+        name, value = _equivalent(aliases.get(key, key), value)
         if name in values and values[name] != value and None not in (values[name], value):
             raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
@@ -191,9 +87,10 @@ def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arg
 
 def _equivalent(key: str, value: Any) -> tuple[str, Any]:
     """Return the argument that this one sets, and its value; 1 is not ``True`` here."""
-    for (name, setting), equivalent in _EQUIVALENTS.items():
+    for name, setting, *equivalent in settings_of("megatron")["equivalents"]:
         if name == key and setting == value and type(setting) is type(value):
-            return equivalent
+            key, value = equivalent
+            break
     return key, value
 
 
@@ -289,10 +186,3 @@ def _check_nodes(root: Any, file: Path) -> None:
                 if times > 1:
                     raise BadInput(file, name, expected="each key once", found=f"it {times} times")
             nodes += [value for _, value in node.value]
-
-
-def reason_of(key: str) -> str:
-    """Return why the argument ``key`` is not in the recipe."""
-    reasons = {beginning: why for why, words in _REASONS.items() for beginning in words.split()}
-    fits = [beginning for beginning in reasons if key.startswith(beginning)]
-    return reasons[max(fits, key=len)] if fits else NO_COUNTERPART

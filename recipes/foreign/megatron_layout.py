@@ -4,8 +4,7 @@ import math
 
 from ...parallel_state import BadInput
 from ...system import counted
-from .megatron_arguments import reason_of
-from .translation import ForeignConfig, RecipeDraft
+from .translation import ForeignConfig, RecipeDraft, reason_of
 
 #: The ZeRO stage of each way in which Megatron-FSDP shards.
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -37,7 +36,7 @@ def layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> None
     _expert(config, draft, data * sizes["context"])
     expert_tensor = config.whole("expert_tensor_parallel_size", least=1)
     if expert_tensor not in (None, sizes["tensor"]):
-        why = reason_of("expert_tensor_parallel_size")
+        why = reason_of("megatron", "expert_tensor_parallel_size")
         draft.miss("expert_tensor_parallel_size", expert_tensor, why)
     _virtual(config, draft, sizes["pipeline"])
 
@@ -147,8 +146,6 @@ def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) ->
         draft.miss("lr_warmup_fraction", fraction, "a share of steps that are not said; set optimizer.warmup")
     else:
         draft.set("optimizer.warmup", warmup or 0)
-    if start := config.number("lr_warmup_init", 0.0):
-        draft.miss("lr_warmup_init", start, "the warm-up begins near 0")
     _rates(config, draft, style, wsd_decay)
 
 

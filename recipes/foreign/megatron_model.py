@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...models import family_of, published_sizes
-from .translation import ForeignConfig, RecipeDraft
+from .translation import ForeignConfig, RecipeDraft, settings_of
 
 #: Fields that a run may set differently for one and the same published size.
 _FREE = {
@@ -13,19 +13,6 @@ _FREE = {
 }
 #: What the vocabularies of tokenizers have, where Megatron's arguments leave it to the tokenizer.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
-#: Settings that no family here computes as Megatron does.
-_UNSUPPORTED = {
-    "multi_latent_attention": "a latent for keys and values",
-    "moe_shared_expert_intermediate_size": "an expert that every token has",
-    "squared_relu": "a squared ReLU",
-    "hybrid_override_pattern": "blocks of several kinds",
-    "hybrid_layer_pattern": "blocks of several kinds",
-    "mtp_num_layers": "blocks that predict further tokens",
-    "moe_router_enable_expert_bias": "biases of experts",
-    "rotary_interleaved": "rotation of neighbours",
-    "apply_residual_connection_post_layernorm": "norms on the residual path",
-    "heterogeneous_layers_config_path": "blocks of several shapes",
-}
 
 
 def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
@@ -92,12 +79,10 @@ def _family_fields(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any] 
 
 def _fields(config: ForeignConfig) -> tuple[dict[str, Any] | None, str]:
     """Return the fields, or ``None`` and a description of the model."""
-    unsupported = [what for key, what in _UNSUPPORTED.items() if config.value(key)]
+    unsupported = [what for key, what in settings_of("megatron")["unsupported"].items() if config.value(key)]
     rms = (config.text("normalization") or "LayerNorm") == "RMSNorm"
     kind = config.text("position_embedding_type") or "learned_absolute"
-    config.value("add_position_embedding")
     gated, experts = config.flag("swiglu"), config.whole("num_experts")
-    config.flag("use_mcore_models"), config.flag("apply_layernorm_1p")
     bias = config.value("add_bias_linear") is not False
     qkv_bias, qk_norm = config.flag("add_qkv_bias"), config.flag("qk_layernorm")
     tied = not config.flag("untie_embeddings_and_output_weights")

@@ -35,8 +35,6 @@ def read_sizes(config: ForeignConfig) -> Sizes:
     tensor, context, ulysses, shard, replicate = (section.whole(name, least=1) or 1 for name in names)
     if context > 1 and ulysses > 1:
         raise section.bad("sp_size", f"1 with cp_size={context}", ulysses)
-    for key in ("cp_backend", "sp_backend"):
-        section.value(key)  # there is one of each
     return Sizes(tensor, max(context, ulysses), shard, replicate)
 
 

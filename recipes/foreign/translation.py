@@ -6,15 +6,38 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...parallel_state import BadInput
+from ...storage.small_files import read_toml
 from ..commented import to_toml
 from ..optimizer_sections import LossScaleSection
 from ..recipe import Recipe, parse_recipe
 
 #: No count or time of a run is larger; products of two are still numbers.
 LARGEST = 1e18
+
+
+@lru_cache(maxsize=1)
+def _settings() -> dict[str, Any]:
+    return read_toml(Path(__file__).with_name("settings.toml"))
+
+
+def settings_of(origin: str) -> Mapping[str, Any]:
+    """Return what ``settings.toml`` says of ``deepspeed``, ``trainer`` or ``megatron``."""
+    known: Mapping[str, Any] = _settings()[origin]
+    return known
+
+
+def reason_of(origin: str, key: str) -> str:
+    """Return why a setting is not in the recipe."""
+    reasons = {start: why for why, words in settings_of(origin)["reasons"].items() for start in words.split()}
+    fits = [start for start in reasons if key.startswith(start)]
+    return reasons[max(fits, key=len)] if fits else NO_COUNTERPART
+
 
 #: Why most settings are not in the recipe.
 NO_COUNTERPART = "there is nothing of this kind here"
@@ -71,6 +94,18 @@ class RecipeDraft:
     def miss_ranks(self, assumed: str) -> None:
         """Note that the file does not have the number of ranks, and what is assumed."""
         self.miss("ranks", None, f"the file does not say how many there are: taken as {assumed}; say --ranks")
+
+    def finish(
+        self, config: ForeignConfig, origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> RecipeDraft:
+        """List what was not read and is no default, with the reason, and check the recipe."""
+        known = settings_of(origin)
+        silent, usual = known["meaningless"].split(), {**defaults, **known.get("usual", {})}
+        for key, setting in config.unread():
+            if key not in silent and not (key in usual and usual[key] == setting):
+                self.miss(key, setting, reason_of(origin, key))
+        self.check()
+        return self
 
     def check(self) -> Recipe:
         """Parse the recipe with stand-ins for blanks; if it is refused, the file asks for the impossible."""
