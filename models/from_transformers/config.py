@@ -168,8 +168,8 @@ def in_one_line(*where: object, expected: str) -> Iterator[None]:
     except BadInput:
         raise
     except Exception as error:  # whatever its own checks raise
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise BadInput(*where, expected=expected, found=found) from None
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise BadInput(*where, expected=expected, found=raised) from None
 
 
 @contextmanager

@@ -23,22 +23,22 @@ _COPIES = ("contiguous", "clone", "detach", "to", "cpu")
 class Tracer(TorchFunctionMode):
     """Know what the tensors hold that torch's functions make in its block.
 
-    ``held``: of tensors that are no views, links of our parameters to them, none where they are lost.
+    ``links_of``: of tensors that are no views, links of our parameters to them, none where they are lost.
     """
 
-    def __init__(self, held: dict[Tensor, list[Link]]) -> None:
+    def __init__(self, links_of: dict[Tensor, list[Link]]) -> None:
         super().__init__()
-        self.held = held
+        self.links_of = links_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out, name = func(*args, **kwargs), getattr(func, "__name__", "")
-        if isinstance(out, Tensor) and out._base is None and out not in self.held:
+        if isinstance(out, Tensor) and out._base is None and out not in self.links_of:
             if name in ("cat", "concat"):
                 dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
-                self.held[out] = self._joined(args[0], dim)
+                self.links_of[out] = self._joined(args[0], dim)
             else:
-                self.held[out] = self.links(args[0]) if name in _COPIES else []
+                self.links_of[out] = self.links(args[0]) if name in _COPIES else []
         return out
 
     def _joined(self, parts: Sequence[Tensor], dim: int) -> list[Link]:
@@ -54,7 +54,7 @@ class Tracer(TorchFunctionMode):
         """Return the links of our parameters to a tensor, called ``name``; none if they are lost."""
         base = x if x._base is None else x._base
         seen = _seen(x, base, name)
-        return [] if seen is None else _through(self.held.get(base, []), seen)
+        return [] if seen is None else _through(self.links_of.get(base, []), seen)
 
 
 def _through(links: Sequence[Link], part: Piece[str]) -> list[Link]:
@@ -87,7 +87,7 @@ def file_links(model: Any, ours: Sequence[Link], kind: str) -> list[Link]:
         traced = {name: torch.empty(shape) for name, shape in shapes_of(ours).items()}
     tracer = Tracer({tensor: [] for tensor in traced.values()})
     for link in ours:
-        tracer.held[traced[link.hf]].append(link)
+        tracer.links_of[traced[link.hf]].append(link)
     expected = "conversion rules that rename, split, stack and transpose"
     with in_one_line(kind, "files", expected=expected), tracer:
         written = revert_weight_conversion(model, traced)

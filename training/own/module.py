@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import torch
 from pydantic_core import from_json
@@ -19,9 +19,6 @@ from ...models.base.fields import Whole
 from ...parallel_state import BadInput, Box, Layout, ParallelState, Piece, alone_or
 from ...recipes.recipe import Recipe
 from .code import OwnCode, call_own, names, own_code
-
-if TYPE_CHECKING:
-    from ..own_parts import OwnParts
 
 #: Of a vocabulary and of positions: no bound is known.
 UNKNOWN = 2**31 - 1
@@ -43,13 +40,20 @@ class OwnConfig(ModelConfig):
     max_position_embeddings: Whole = UNKNOWN
 
 
+class OwnRun(Protocol):
+    """Define what a module's run adds to the checks of a layout (``OwnParts``)."""
+
+    def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
+        """Refuse a layout that the run's loss or the module's blocks cannot have."""
+
+
 @dataclass(frozen=True)
 class OwnFamily(Family):
     """Be the family of a user's module; ``code`` makes it."""
 
     code: OwnCode = field(kw_only=True)
     #: The run's loss and samples, once they are made.
-    parts: OwnParts | None = field(default=None, kw_only=True, compare=False)
+    parts: OwnRun | None = field(default=None, kw_only=True, compare=False)
 
     def build(
         self,
