@@ -66,16 +66,17 @@ def _seen(view: Tensor, base: Tensor, name: str) -> Piece[str] | None:
     """Return where the elements of ``base`` lie in a view of it, or nothing where dims are merged or cut."""
     if view is base:
         return Piece.plain(Box.whole(tuple(base.shape)), name)
-    left, start = view.storage_offset() - base.storage_offset(), [0] * base.dim()
+    left, start = int(view.storage_offset() - base.storage_offset()), [0] * base.dim()
     for dim in sorted(range(base.dim()), key=base.stride, reverse=True):
         start[dim], left = divmod(left, base.stride(dim))
-    stop, dims = [first + 1 for first in start], [None] * base.dim()
+    stop, dims = [first + 1 for first in start], list[int | None]([None] * base.dim())
     by_stride = {base.stride(dim): dim for dim in range(base.dim()) if base.shape[dim] > 1}
     for along, size in enumerate(view.shape):
         if size > 1:
-            if (dim := by_stride.get(view.stride(along))) is None:
+            of_base = by_stride.get(view.stride(along))
+            if of_base is None or start[of_base] + size > base.shape[of_base]:
                 return None
-            stop[dim], dims[dim] = start[dim] + size, along
+            stop[of_base], dims[of_base] = start[of_base] + size, along
     return Piece(Box(tuple(start), tuple(stop)), name, (0,) * view.dim(), tuple(dims), (1,) * base.dim())
 
 

@@ -77,7 +77,7 @@ class StandIn(nn.Module):
             self.register_buffer("zeros", self.constants["zeros"].to("meta"), persistent=False)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        x = args[0] if args else named.get("hidden_states")
+        x: Any = args[0] if args else named.get("hidden_states")
         if self.ends:
             raise StageEnd(x)
         x = self._buffers.get("zeros", x) if self.received is None else self.received
@@ -100,7 +100,7 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
             elsewhere.append(f"{path}.")
 
 
-class Lookup(VocabParallelEmbedding, nn.Embedding):
+class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both have a weight
     """Look up tokens, whose rows are cut; a subclass of transformers scales or norms them."""
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -35,12 +35,14 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> Any:
 
 def initial_of(tensor: Tensor) -> Initial:
     """Return how a tensor of the model starts; ``OWN`` where transformers does what no ``Initial`` does."""
-    return vars(tensor).get("initial", OWN)
+    initial: Initial = vars(tensor).get("initial", OWN)
+    return initial
 
 
 def constants_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the values of the module's own buffers that no file holds."""
-    return vars(module).get("constants", {})
+    constants: dict[str, Tensor] = vars(module).get("constants", {})
+    return constants
 
 
 def _initialize(model: Any, kind: str) -> None:

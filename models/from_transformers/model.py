@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -130,7 +130,7 @@ class Adopted(CausalLM):
             options[stage.blocks[-1] + 1] = {"ends": True}
         blocks, outputs = self.blocks._modules, self.shown.outputs
         return {
-            str(number): StandIn(cast(nn.Module, blocks[str(number)]), outputs=outputs, **kinds)
+            str(number): StandIn(blocks[str(number)], outputs=outputs, **kinds)
             for number, kinds in options.items()
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -26,8 +27,12 @@ COLUMNS = ("transformers", "gradients", "zoo", *LAYOUTS)
 
 def toml(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of the package."""
-    lines = ["# Written by `make any-model`: what is proved of each causal type of transformers, as largest"]
-    lines += ["# relative differences, and why no more.", f'transformers = "{version("transformers")}"', ""]
+    lines = ["# Written by `make any-model`: what is proved of each type of transformers that makes text, as"]
+    lines += [
+        "# largest relative differences, and why no more.",
+        f'transformers = "{version("transformers")}"',
+        "",
+    ]
     lines += ["[types]", *(f"{kind} = {inline(row)}" for kind, row in sorted(rows.items())), ""]
     return "\n".join(lines)
 
@@ -44,7 +49,7 @@ def row_of(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of the table for a line of JSON that ``any_model`` wrote."""
     if refused := whole(said):
         return {"refused": line(refused)}
-    why = {axis: line(reason) for axis, reason in said["refused"].items() if axis in AXES}
+    why = {axis: cause(line(reason)) for axis, reason in said["refused"].items() if axis in AXES}
     return {"proved": said["proved"]} | ({"why": why} if why else {})
 
 
@@ -61,6 +66,11 @@ def line(text: str) -> str:
     return text.partition("\n")[0].removeprefix("failed: ")[:200]
 
 
+def cause(text: str) -> str:
+    """Return a reason that says of an error whose it is."""
+    return f"its code fails when it is cut ({text})" if re.match(r"[A-Z]\w*Error: ", text) else text
+
+
 def page(table: Mapping[str, Any]) -> str:
     """Return the part of the page."""
     rows = table["types"]
@@ -70,8 +80,9 @@ def page(table: Mapping[str, Any]) -> str:
     shown = ", ".join(f"{counts[axis]} {axis}" for axis in AXES if counts[axis])
     text = f"""{BEGIN}
 <!-- proved -->
-Of the {len(rows)} causal types of transformers {table["transformers"]}, {len(passed)} pass at a tiny size,
-{len(outside)} of them outside the zoo; of these {len(passed)} the axes that pass: {shown}.
+Of the {len(rows)} types of transformers {table["transformers"]} that make text (causal ones, and those of text
+with images), {len(passed)} pass at a tiny size, {len(outside)} of them outside the zoo; of these {len(passed)}
+the axes that pass: {shown}.
 
 A number is the largest relative difference in fp64 (code that casts to fp32 inside runs in fp64 there): of
 logits, and of loss and gradients, to transformers on one device; of loss and gradients to the zoo's own
