@@ -1,4 +1,4 @@
-"""Adopt the causal models of transformers that the zoo lacks: its code computes, with our parallel layers.
+"""Adopt the models of transformers that the zoo lacks: its code computes, with our parallel layers.
 
 ``family_of_type`` returns the ``Family`` of a model type. Nothing of transformers is imported before.
 """

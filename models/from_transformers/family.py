@@ -89,7 +89,7 @@ def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]
 
 @lru_cache
 def family_of_type(kind: str) -> Family | None:
-    """Return the family of a type that transformers has a causal model of, else ``None``."""
+    """Return the family of a type that transformers has a model of that makes text, else ``None``."""
     architecture = adopted_types().get(kind)
     if architecture is None:
         return None

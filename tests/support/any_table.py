@@ -80,9 +80,8 @@ def page(table: Mapping[str, Any]) -> str:
     shown = ", ".join(f"{counts[axis]} {axis}" for axis in AXES if counts[axis])
     text = f"""{BEGIN}
 <!-- proved -->
-Of the {len(rows)} types of transformers {table["transformers"]} that make text (causal ones, and those of text
-with images), {len(passed)} pass at a tiny size, {len(outside)} of them outside the zoo; of these {len(passed)}
-the axes that pass: {shown}.
+Of the {len(rows)} types of transformers {table["transformers"]} that make text, some of them from images too,
+{len(passed)} pass at a tiny size, {len(outside)} outside the zoo; of these {len(passed)} the axes: {shown}.
 
 A number is the largest relative difference in fp64 (code that casts to fp32 inside runs in fp64 there): of
 logits, and of loss and gradients, to transformers on one device; of loss and gradients to the zoo's own
