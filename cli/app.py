@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,42 +21,30 @@ from typer.main import get_command_name
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
 from ..system.standard_streams import drop_output, name_standard_output, pass_any_character, reader_is_gone
-from .bench import bench
-from .chat import chat
-from .cluster.launch import launch
-from .cluster.status import status
-from .convert import convert
-from .diff import diff
-from .doctor import doctor
 from .errors import INTERRUPTED, explain, write_error
-from .evaluate import evaluate
-from .generate import generate
-from .inspect import inspect
-from .merge_lora import merge_lora
-from .models import models
-from .new import new
-from .parity import parity
 from .plan import plan
 from .plan_explain import plan_explain, topics
-from .quickstart import quickstart
-from .recipe import recipe
-from .report import report
-from .schedule import schedule
 from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
 from .shared.parameters import declared, help_text
-from .tokenize import tokenize
-from .train import train
-from .train_tokenizer import train_tokenizer
-from .verify import verify
 
-#: Every command by its group in the help: a module of this room with one function. Heavy imports belong
+#: The commands by their groups in the help: each a function in the file of its name. Heavy imports belong
 #: inside the function, so that ``trilith --help`` answers at once.
+_NAMES = {
+    "Start": "quickstart doctor bench models",
+    "Weights": "convert inspect diff verify parity merge_lora",
+    "Data": "tokenize train_tokenizer",
+    "Train": "new train status report evaluate generate chat launch recipe",
+    "Plan": "plan schedule",
+}
+
+
+def _named(name: str) -> Callable[..., None]:
+    command: Callable[..., None] = getattr(import_module(f".{name}", __package__), name)
+    return command
+
+
 GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    "Start": (quickstart, doctor, bench, models),
-    "Weights": (convert, inspect, diff, verify, parity, merge_lora),
-    "Data": (tokenize, train_tokenizer),
-    "Train": (new, train, status, report, evaluate, generate, chat, launch, recipe),
-    "Plan": (plan, schedule),
+    group: tuple(map(_named, names.split())) for group, names in _NAMES.items()
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 

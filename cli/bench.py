@@ -7,7 +7,7 @@ import typer
 
 from ..system.errors import BadInput
 from .shared.options import TESTED
-from .shared.parameters import Range
+from .shared.parameters import Range, from_options
 from .shared.say import progress_bar, say
 
 
@@ -40,6 +40,7 @@ def bench(
         trilith bench --only parity,mfu --minutes 4 --out first-look
         trilith bench --device cpu --quick
     """
+    options = locals()
     from collections.abc import Sequence
 
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
@@ -83,9 +84,7 @@ def bench(
                 if len(names) > (at := int(progress.tasks[0].completed)):
                     progress.update(task, description=names[at])
 
-            report = measure(
-                out, device=device, only=parts, minutes=minutes, quick=quick, begin=begin, done=done
-            )
+            report = from_options(measure, options, only=parts, begin=begin, done=done)
     except BaseException:
         remove_empty(made)
         raise

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, Strict
-from .shared.parameters import As, Place, Range
-from .shared.say import pieces_of_text, say
+from .shared.parameters import As, Place, Range, from_options
+from .shared.say import pieces_of_text, say_aside
 
 
 def chat(
@@ -41,30 +41,15 @@ def chat(
         trilith chat chat-run
         trilith chat SmolLM2-135M-Instruct --temperature 0.7 --system "Answer in one sentence."
     """
+    options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.chat import converse
     from ..generation.request import Request
 
-    request = Request(
-        source,
-        [],
-        tokenizer=tokenizer,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p),
-        seed=seed,
-        dtype=dtype,
-        adapter=adapter,
-    )
+    request = from_options(Request, options, prompts=[], sampling=from_options(Sampling, options))
     with pieces_of_text() as write:
-        converse(
-            request,
-            _lines(),
-            write=write,
-            note=lambda text: say(text, err=True),
-            device=device,
-        )
+        converse(request, _lines(), write=write, note=say_aside, device=device)
 
 
 def _lines() -> Iterator[str]:

@@ -10,7 +10,7 @@ from ..system import counted
 from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
-from .shared.parameters import Place, Range
+from .shared.parameters import Place, Range, from_options
 from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def convert(
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
+    options = locals()
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import plan_conversion
     from .shared.model_card import model_card
@@ -84,19 +85,7 @@ def convert(
                        "--implementation": implementation != "auto"}  # fmt: skip
         _to_dcp(src, dst, [option for option, is_set in other_forms.items() if is_set], names, config)
         return
-    counts = parse_counts(split, "convert")
-    plan = plan_conversion(
-        src,
-        to=to,
-        tensor=tensor,
-        pipeline=pipeline,
-        split=counts,
-        dtype=dtype,
-        allow_symlinks=allow_symlinks,
-        config=config,
-        names=names,
-        implementation=implementation,
-    )
+    plan = from_options(plan_conversion, options, split=parse_counts(split, "convert"))
     if plan.source.foreign is not None:
         say(f"{src}: {plan.source.foreign.summary()}")
     if dry_run:

@@ -7,8 +7,8 @@ import typer
 
 from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, Strict
-from .shared.parameters import As, Place, Range
-from .shared.say import pieces_of_text, say
+from .shared.parameters import As, Place, Range, from_options
+from .shared.say import pieces_of_text, say_aside
 
 
 def generate(
@@ -63,6 +63,7 @@ def generate(
         trilith generate Llama-3.2-1B --prompt-file asked.jsonl --chat --temperature 0.7 --out answers.jsonl
         trilith generate run --prompt "Once" --tensor 2
     """
+    options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.prompts import read_prompts
@@ -70,33 +71,11 @@ def generate(
     from ..generation.request import Request
     from ..parallel_state import Layout
 
-    request = Request(
-        source,
-        read_prompts(prompt or [], prompt_file),
-        tokenizer=tokenizer,
-        chat=chat,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p),
-        stop=stop or [],
-        ignore_eos=ignore_eos,
-        seed=seed,
-        batch=batch,
-        dtype=dtype,
-        adapter=adapter,
-    )
-    layout = Layout.of(tensor=tensor, pipeline=pipeline)
+    prompts, sampling = read_prompts(prompt or [], prompt_file), from_options(Sampling, options)
+    request = from_options(Request, options, prompts=prompts, sampling=sampling, stop=stop or [])
+    layout, words = Layout.of(tensor=tensor, pipeline=pipeline), context.obj
     with pieces_of_text() as write:
-        code = run_generation(
-            request,
-            layout,
-            words=context.obj,
-            write=write,
-            note=lambda text: say(text, err=True),
-            device=device,
-            out=out,
-            force=force,
-            status=status,
+        code = from_options(
+            run_generation, options, request=request, layout=layout, words=words, write=write, note=say_aside
         )
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ import typer
 from ..system.errors import BadInput
 from .shared.inputs import check_model_there, check_tokens_there
 from .shared.options import FORCE, size_names
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, from_options
 from .shared.say import say
 
 
@@ -50,6 +50,7 @@ def new(
         trilith new --model llama-3.2-1b --data tokens --gpus 8
         trilith new --model Llama-3.2-1B --data sft --gpus 1 --lora 16 --out lora.toml
     """
+    options = locals()
     model = _asked(model, "--model", "Model (Hugging Face folder, or published size such as smollm2-135m)")
     check_model_there(model)
     tokens = Path(_asked(data, "--data", "Token file (trilith tokenize makes one)"))
@@ -63,10 +64,8 @@ def new(
 
     read = [Path(model), *TokenPaths.of(tokens).all]
     check_output_file(out, force=force, inputs=read)
-    made = new_recipe(
-        model, tokens, machine_named(gpu_type.lower()), count,
-        sequence_length=sequence_length, global_batch=global_batch, steps=steps, lora=lora,
-    )  # fmt: skip
+    machine = machine_named(gpu_type.lower())
+    made = from_options(new_recipe, options, model=model, tokens=tokens, machine=machine, gpus=count)
     with output_file(out, force=force, inputs=read) as path:
         path.write_text(made.text, encoding="utf-8")
     best = made.search.best[0]

@@ -15,7 +15,7 @@ import typer
 
 from ..system.errors import BadInput
 from .shared.options import SCHEDULES, parse_amount
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, written
 from .shared.say import say, say_json
 
 if TYPE_CHECKING:
@@ -181,10 +181,8 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
 
 def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
     """Refuse the options of these names where the user wrote them: --model sets their numbers."""
-    for name in names:
-        source = called.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise BadInput("explain", _flag(name), expected="no --model, which sets it", found="both")
+    for name in written(called).keys() & {*names}:
+        raise BadInput("explain", _flag(name), expected="no --model, which sets it", found="both")
 
 
 def _schedule(at: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from ..system import counted
 from ..system.errors import BadInput
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, from_options, written
 from .shared.say import byte_progress, say, token_progress
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
@@ -33,11 +33,9 @@ def index_files(
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..recipes.commented import to_toml
 
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in _MEANT and source is not None and source.name == "COMMANDLINE":
-            expected = "no option that says how to tokenize: the tokens are there"
-            raise BadInput("tokenize", "--from", expected=expected, found=parameter.opts[0])
+    if idle := [option for name, option in written(context).items() if name not in _MEANT]:
+        expected = "no option that says how to tokenize: the tokens are there"
+        raise BadInput("tokenize", "--from", expected=expected, found=idle[0])
     weights: list[float] | None = None
     if origin is Origin.megatron:
         prefixes, weights = parse_blend([str(path) for path in inputs], "tokenize")
@@ -137,6 +135,7 @@ def tokenize(
         trilith tokenize chat.jsonl --tokenizer tokenizer --out sft --chat --show 1
         trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
+    options = locals()
     if origin is None:  # else a prefix of files, or a weight
         for path in inputs:
             check_there(path, "text, .jsonl or .parquet", kind="file")
@@ -156,19 +155,8 @@ def tokenize(
     how = Chat.of(chat_template, template_set or []) if chat or chat_template or template_set else None
     began = time.perf_counter()
     with token_progress(check_inputs(inputs, chat=how is not None), quiet=quiet) as on_progress:
-        file = make_token_file(
-            inputs,
-            tokenizer,
-            out,
-            append_eos=append_eos,
-            bos=bos,
-            json_key=json_key,
-            split_paragraphs=split_paragraphs,
-            chat=how,
-            workers=workers,
-            megatron=target is not None,
-            on_progress=on_progress,
-        )
+        work = {"chat": how, "megatron": target is not None, "on_progress": on_progress}
+        file = from_options(make_token_file, options, **work)
     seconds, count = time.perf_counter() - began, file.index.tokens
     say(
         f"{out}.bin: {count:,} tokens in {counted(file.index.documents, 'document')}, "

@@ -7,9 +7,9 @@ parameter, such as the context or one that typer's own declaration describes, is
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -38,6 +38,23 @@ class OrAddress:
 
 
 Place = Annotated[str, OrAddress]
+Made = TypeVar("Made")
+
+
+def from_options(make: Callable[..., Made], options: Mapping[str, Any], **others: Any) -> Made:
+    """Call ``make`` with those ``options`` of a command that have its parameters' names, and with ``others``.
+
+    So a command says once, in its signature, what it hands on as it is.
+    """
+    names = inspect.signature(make).parameters
+    return make(**{name: value for name, value in options.items() if name in names} | others)
+
+
+def written(context: typer.Context) -> dict[str, str]:
+    """Return the parameters that the user wrote, each with its option."""
+    named = {parameter.name or "": parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in named}
+    return {name: named[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def declared(command: Callable[..., None]) -> Callable[..., None]:

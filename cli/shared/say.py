@@ -43,6 +43,11 @@ def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     typer.echo(visible(text) if stream.isatty() else text, nl=nl, err=err, color=True)
 
 
+def say_aside(text: str) -> None:
+    """Print text that is no part of what a program would read."""
+    say(text, err=True)
+
+
 def say_json(value: object, default: Callable[[Any], object] | None = None) -> None:
     """Print an object for programs; ``default`` turns what JSON does not know into what it does."""
     say(json.dumps(value, indent=2, default=default))

@@ -16,7 +16,7 @@ from support.draws import drawn
 from support.pages import Page
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
-from trilith.cli.cluster.launch import launch as launch_command
+from trilith.cli.launch import launch as launch_command
 from trilith.cluster import SYSTEMS, job_of, render
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import load_recipe

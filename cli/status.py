@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ...system import counted
-from ..shared.inputs import check_there
-from ..shared.say import say
+from ..system import counted
+from .shared.inputs import check_there
+from .shared.say import say
 
 #: Exit code with --exit-code while ranks still run.
 STILL_RUNNING = 1
@@ -39,9 +39,9 @@ def status(
         trilith status run --why
     """
     check_there(run, "a run's folder")
-    from ...runs.events import outcome
-    from ...runs.flight_recorder import read_records_of, who_waits
-    from ...runs.heartbeat import status_folder
+    from ..runs.events import outcome
+    from ..runs.flight_recorder import read_records_of, who_waits
+    from ..runs.heartbeat import status_folder
 
     last_start = outcome(run, since=since)
     say(last_start.text)

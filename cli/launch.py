@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ...system import counted
-from ...system.errors import BadInput
-from ..shared.inputs import check_recipe_there
-from ..shared.options import FORCE, recipe_names
-from ..shared.parameters import As, Range
-from ..shared.say import say
+from ..system import counted
+from ..system.errors import BadInput
+from .shared.inputs import check_recipe_there
+from .shared.options import FORCE, recipe_names
+from .shared.parameters import As, Range
+from .shared.say import say
 
 
 def launch(
@@ -71,16 +71,16 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
-    parameters = locals()
+    options = locals()
     check_recipe_there(recipe)
-    from ...cluster import SYSTEMS, job_of, operand, render
-    from ...recipes.recipe import load_recipe
-    from ...storage.staging import output_file
+    from ..cluster import SYSTEMS, job_of, operand, render
+    from ..recipes.recipe import load_recipe
+    from ..storage.staging import output_file
 
     job = job_of(
         load_recipe(recipe, overrides or []), recipe, overrides or [], system,
         nodes=nodes, ranks_per_node=ranks_per_node, name=name,
-        **{option: parameters[option] for each in SYSTEMS.values() for option in each.options},
+        **{option: options[option] for each in SYSTEMS.values() for option in each.options},
     )  # fmt: skip
     path = out or Path(job.name + SYSTEMS[system].suffix)
     text = render(job, operand(str(path)))
