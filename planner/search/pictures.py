@@ -1,12 +1,10 @@
 """Draw what searches found: memory against time, memory by rank, the timetable, a rank's step, sweeps."""
 
-import io
-import re
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
 
 from ...pipeline.timetable import few_micro_batches, timetable
+from ...runs.report.figure import COLOURS, INK, new_figure, svg_of
 from ...simulation.record import StepRecord
 from ...system import counted
 from ..device_memory import unit_of
@@ -14,9 +12,6 @@ from ..time import PARTS
 from ..time.prediction import rank_step
 from .find import Found
 
-#: Colours that can be read on light and dark paper, and that of text.
-_COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
-_INK = "#7a8088"
 #: Bars of one part of a step above which they are drawn as an image.
 _MOST_BARS = 200
 
@@ -26,15 +21,15 @@ def pareto(search: Found) -> str:
 
     A line joins the best of them: no other needs less memory and is as fast.
     """
-    figure, axes = _figure(1, 3.6)
+    figure, axes = new_figure(3.6)
     room = search.request.room / 1e9
     plain = [answer for answer in search.timed if answer not in search.best]
     axes.scatter(
-        [answer.time.seconds for answer in plain], [answer.bytes / 1e9 for answer in plain], s=16, color=_INK
+        [answer.time.seconds for answer in plain], [answer.bytes / 1e9 for answer in plain], s=16, color=INK
     )
-    axes.step(*zip(*_frontier(search), strict=True), where="post", color=_INK, linewidth=1, zorder=0)
+    axes.step(*zip(*_frontier(search), strict=True), where="post", color=INK, linewidth=1, zorder=0)
     places = [(answer.time.seconds, answer.bytes / 1e9) for answer in search.best]
-    axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
+    axes.scatter(*zip(*places, strict=True), s=46, color=COLOURS[0])
     left, right = axes.get_xlim()
     lowest = min(answer.bytes for answer in search.timed) / 1e9
     bottom = max(0.0, lowest - 0.4 * (room - lowest))  # and room for the numbers below
@@ -44,12 +39,12 @@ def pareto(search: Found) -> str:
         under = min((places[number] for number in numbers), key=lambda place: place[1])
         below = {"xytext": (0, -7), "textcoords": "offset points", "va": "top", "ha": "center"}
         axes.annotate(label, under, fontsize=10, **below)
-    axes.axhline(room, color=_COLOURS[4], linewidth=1, linestyle="--")
+    axes.axhline(room, color=COLOURS[4], linewidth=1, linestyle="--")
     at_end = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
     axes.annotate(f"{room:.1f} GB may be used", (1, room), **at_end)
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel("GB of the heaviest rank")
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _frontier(search: Found) -> list[tuple[float, float]]:
@@ -78,24 +73,24 @@ def _close(places: Sequence[tuple[float, float]], width: float, height: float) -
 def memory_of_stages(search: Found) -> str:
     """Return SVG: the memory of each pipeline rank of the fastest layout, by kind."""
     best = search.best[0]
-    figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
+    figure, axes = new_figure(max(2.6, 0.9 + 0.24 * len(best.memory)))
     ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
     parts = [plan.parts(best.runtime) for plan in best.memory]
     kinds = list(dict.fromkeys(kind for of_rank in parts for kind in of_rank))
-    for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
+    for colour, kind in zip((*COLOURS, INK), kinds, strict=False):
         sizes = [of_rank.get(kind, 0) / 1e9 for of_rank in parts]
         if any(sizes):
             axes.barh(ranks, sizes, left=left, height=0.8, color=colour, label=kind)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     room = search.request.room / 1e9
     label = f"{room:.1f} GB may be used"
-    axes.axvline(room, color=_COLOURS[4], linewidth=1, linestyle="--", label=label)
+    axes.axvline(room, color=COLOURS[4], linewidth=1, linestyle="--", label=label)
     axes.set_yticks(list(ranks)[:: max(1, len(ranks) // 16)])
     axes.invert_yaxis()
     axes.set_xlabel("GB")
     axes.set_ylabel("pipeline rank")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def timetable_of(search: Found) -> str:
@@ -108,16 +103,16 @@ def timetable_of(search: Found) -> str:
     best, (drawn, axis) = search.best[0], _drawn(search)
     layout = best.choice.layout
     table = timetable(best.choice.schedule, layout, drawn, best.time.stages, best.time.sending)
-    figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline), width=12)
+    figure, axes = new_figure(min(9.0, 1.5 + 0.3 * layout.pipeline), width=12)
     draw_times(axes, table)
     axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
     axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
-    axes.tick_params(colors=_INK, labelsize=10)
+    axes.tick_params(colors=INK, labelsize=10)
     axes.set_xlabel(axis)
     axes.set_ylabel("pipeline rank")
     patches = legend_of([table])
     figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def step_of_rank(search: Found) -> str:
@@ -128,15 +123,15 @@ def step_of_rank(search: Found) -> str:
     best, (drawn, axis) = search.best[0], _drawn(search)
     spans = rank_step(best.choice.schedule, best.choice.layout, drawn, best.time)
     parts = [part for part in PARTS if any(span.part == part for span in spans)]
-    figure, axes = _figure(1, 1.2 + 0.32 * len(parts), width=12)
-    for row, (part, colour) in enumerate(zip(parts, cycle((*_COLOURS, _INK)))):
+    figure, axes = new_figure(1.2 + 0.32 * len(parts), width=12)
+    for row, (part, colour) in enumerate(zip(parts, cycle((*COLOURS, INK)))):
         bars = [(span.start, span.seconds) for span in spans if span.part == part]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour).set_rasterized(len(bars) > _MOST_BARS)
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()
     axes.set_xlim(0, spans[-1].start + spans[-1].seconds)
     axes.set_xlabel(axis)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _drawn(search: Found) -> tuple[int, str]:
@@ -149,20 +144,20 @@ def _drawn(search: Found) -> tuple[int, str]:
 
 def memory_of_step(record: StepRecord) -> str:
     """Return SVG: the most bytes in each piece of a rank's step, operator by operator, by what runs."""
-    figure, axes = _figure(1, 3.6, width=12)
+    figure, axes = new_figure(3.6, width=12)
     phases, sizes = zip(*record.timeline, strict=True)
     unit, scale = unit_of(record.peak)
-    for colour, phase in zip(_COLOURS, dict.fromkeys(phases), strict=False):
+    for colour, phase in zip(COLOURS, dict.fromkeys(phases), strict=False):
         here = [each == phase for each in phases]
         height = [size / scale for size in sizes]
         axes.fill_between(range(len(sizes)), height, step="post", where=here, color=colour, label=phase, lw=0)
-    axes.axhline(record.peak / scale, color=_INK, linewidth=1, linestyle="--")
+    axes.axhline(record.peak / scale, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0)
     axes.set_xticks([])
     axes.set_xlabel("operators of the step, in order")
     axes.set_ylabel(unit)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def sweep(results: Sequence[Found]) -> str:
@@ -173,12 +168,12 @@ def sweep(results: Sequence[Found]) -> str:
         (search.request.gpus, search.request.recipe.data.sequence_length, search.best[0].time.rate)
         for search in results
     ]
-    figure, axes = _figure(1, 3.6)
+    figure, axes = new_figure(3.6)
     over_gpus = len({gpus for gpus, _, _ in points}) > 1
     lines: dict[int, list[tuple[int, float]]] = {}
     for gpus, length, rate in sorted(points):
         lines.setdefault(length if over_gpus else gpus, []).append((gpus if over_gpus else length, rate))
-    for colour, (name, line) in zip(cycle(_COLOURS), lines.items(), strict=False):
+    for colour, (name, line) in zip(cycle(COLOURS), lines.items(), strict=False):
         label = f"{name:,} tokens of a row" if over_gpus else f"{counted(name, 'GPU')}"
         axes.plot(*zip(*line, strict=True), marker="o", color=colour, label=label)
         if over_gpus:
@@ -188,7 +183,7 @@ def sweep(results: Sequence[Found]) -> str:
     if over_gpus:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.plot([], [], ":", linewidth=1, color=_INK, label="in proportion to the GPUs")
+        axes.plot([], [], ":", linewidth=1, color=INK, label="in proportion to the GPUs")
     else:
         axes.set_ylim(0)
     ticks = sorted({x for line in lines.values() for x, _ in line})
@@ -198,30 +193,4 @@ def sweep(results: Sequence[Found]) -> str:
     axes.set_xlabel("GPUs" if over_gpus else "tokens of a row")
     axes.set_ylabel("tokens a second")
     axes.legend(frameon=False)
-    return _svg(figure)
-
-
-def _figure(rows: int, height: float, *, width: float = 8) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    # Text stays text: it can be searched, and needs no font of this machine.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK})
-    figure, axes = pyplot.subplots(rows, 1, figsize=(width, height), layout="constrained")
-    axes.tick_params(colors=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    from matplotlib import pyplot
-
-    written = io.StringIO()
-    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    pyplot.close(figure)
-    text = written.getvalue()
-    # Its metadata names matplotlib by addresses; the page shall have none.
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return svg_of(figure)
