@@ -37,8 +37,7 @@ class Batch(NamedTuple):
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions = None if self.positions is None else change(self.positions)
-        return Batch(change(self.input_ids), change(self.labels), positions)
+        return Batch(*(change(tensor) for tensor in self if tensor is not None))
 
     def samples(self) -> dict[str, Tensor]:
         """Return the tensors by name, as a step takes them; ``positions`` if there are some."""
@@ -78,11 +77,8 @@ class Batch(NamedTuple):
 
     def split(self, size: int) -> list[Batch]:
         """Return micro-batches of ``size`` rows, in order."""
-        pairs = list(zip(self.input_ids.split(size), self.labels.split(size), strict=True))
-        if self.positions is None:
-            return [Batch(ids, labels) for ids, labels in pairs]
-        places = self.positions.split(size)
-        return [Batch(ids, labels, at) for (ids, labels), at in zip(pairs, places, strict=True)]
+        parts = (tensor.split(size) for tensor in self if tensor is not None)
+        return [Batch(*part) for part in zip(*parts, strict=True)]
 
 
 class BatchParts(NamedTuple):

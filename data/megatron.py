@@ -90,12 +90,10 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
 
 def _check_modes(modes: NDArray[np.int8], where: Path) -> None:
     """Refuse sequences that are not text: a mode tells the pictures from the words."""
-    for begin in range(0, len(modes), _AT_ONCE):
-        part = modes[begin : begin + _AT_ONCE]
-        if part.any():
-            at = int(np.argmax(part != 0))
-            mode = f"mode {part[at]}: a data set of several kinds"
-            raise BadInput(where, f"sequence {begin + at}", expected="mode 0, text", found=mode)
+    if modes.any():
+        at = int(np.flatnonzero(modes)[0])
+        mode = f"mode {modes[at]}: a data set of several kinds"
+        raise BadInput(where, f"sequence {at}", expected="mode 0, text", found=mode)
 
 
 def _check_sequences(
@@ -126,20 +124,14 @@ def _offsets(
     if bounds[0] != 0 or bounds[-1] != len(pointers):
         expected = f"0 to {len(pointers)}"
         raise BadInput(where, "bounds of documents", expected=expected, found=f"{bounds[0]} to {bounds[-1]}")
-    ends = np.empty(len(bounds) - 1, dtype="<i8")
-    for begin in range(0, len(ends), _AT_ONCE):
-        part = np.array(bounds[begin : begin + _AT_ONCE + 1])
-        falls = part[1:] < part[:-1]
-        if falls.any():
-            at = int(np.argmax(falls))
-            expected = f"at least {part[at]}, as bounds rise"
-            raise BadInput(
-                where, f"bound {begin + at + 1} of documents", expected=expected, found=part[at + 1]
-            )
-        last = part[1:] == len(pointers)
-        ends[begin : begin + len(last)] = np.where(
-            last, end, pointers[np.where(last, 0, part[1:])] // itemsize
-        )
+    falls = np.flatnonzero(bounds[1:] < bounds[:-1])
+    if falls.size:
+        at = int(falls[0])
+        expected, place = f"at least {bounds[at]}, as bounds rise", f"bound {at + 1} of documents"
+        raise BadInput(where, place, expected=expected, found=bounds[at + 1])
+    ends = np.asarray(pointers[np.minimum(bounds[1:], len(pointers) - 1)])
+    ends //= itemsize
+    ends[bounds[1:] == len(pointers)] = end  # no sequence begins behind the last document
     return offsets_of_ends(ends, where)
 
 

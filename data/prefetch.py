@@ -1,12 +1,9 @@
 """Make what coming steps need, such as their micro-batches, in a thread while a step computes."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Generic, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 
 import torch
 
@@ -34,15 +31,10 @@ class Prefetch(Generic[Made]):
             ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=self._begin) if ahead else None
         )
 
-    def __enter__(self) -> Prefetch[Made]:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 

@@ -9,13 +9,11 @@
                       Written last: no index, no file
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +53,7 @@ class TokenFile:
     _checked_targets: CheckedFile | None
 
     @classmethod
-    def open(cls, path: str | Path) -> TokenFile:
+    def open(cls, path: str | Path) -> Self:
         """Open a token file by its name, its URL, or any of its files.
 
         The files at a URL are copied to this host first (see ``storage.fetched``).

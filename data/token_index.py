@@ -1,14 +1,12 @@
 """Read the index of a token file, and check that the files beside it agree with it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +60,7 @@ class TokenIndex(StrictRecord):
     sums_sha256: str = ""
     seal: str = ""
 
-    def sealed(self) -> TokenIndex:
+    def sealed(self) -> Self:
         """Return a copy with its seal."""
         return self.model_copy(update={"seal": self._seal()})
 
@@ -101,18 +99,18 @@ class TokenPaths:
         """Return every file that a token file may have, the index first."""
         return self.index, self.tokens, self.documents, self.targets, self.sums, self.megatron
 
-    @staticmethod
-    def named(name: Path) -> TokenPaths:
-        return TokenPaths(name, *(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
+    @classmethod
+    def named(cls, name: Path) -> Self:
+        return cls(name, *(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
 
-    @staticmethod
-    def of(path: str | Path) -> TokenPaths:
+    @classmethod
+    def of(cls, path: str | Path) -> Self:
         """Make it from the name, or from the path of any of the files."""
         path = Path(path)
         if path.name in ("", ".."):
             raise BadInput(path, expected="the name of a token file", found="a folder")
         suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
-        return TokenPaths.named(path.with_name(path.name.removesuffix(suffix)))
+        return cls.named(path.with_name(path.name.removesuffix(suffix)))
 
 
 def little_endian(dtype: str) -> np.dtype[Any]:

@@ -1,7 +1,5 @@
 """Write a token file: stream documents in, commit by rename, one writer at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
@@ -9,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -101,7 +98,7 @@ class TokenWriter:
         self._last_mark = time.monotonic()
         self._nothing_yet()
 
-    def __enter__(self) -> TokenWriter:
+    def __enter__(self) -> Self:
         parent = self._paths.name.parent
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
@@ -115,12 +112,7 @@ class TokenWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # Bad input must be mended first, and then the job is another one.
         goes_on = self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.records
         with ExitStack() as last:  # a full disk may refuse what a file still has to write when it is closed

@@ -1,11 +1,9 @@
 """Read a run from one TOML file: model, layout, data, optimizer, checkpoints; with overrides."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -152,7 +150,7 @@ class Recipe(Section):
         """Return 16 hexadecimal digits that differ between recipes that say different things."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
-    def on(self, device: str) -> Recipe:
+    def on(self, device: str) -> Self:
         """Return the recipe with another ``device``, such as the one that ``auto`` is here."""
         return self.model_copy(update={"device": device})
 

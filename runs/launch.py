@@ -242,26 +242,21 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
             ranks = OwnRanks(child, status, run)
             code = ranks.wait()
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
-        if ended == [0] * world:  # whatever became of torchrun
+        if code == 0 or ended == [0] * world:  # whatever became of torchrun
             return 0
-        failed = first_failure(status, run=run) if code else None
+        failed = first_failure(status, run=run)
         if failed is not None:
             kind = "stopped" if failed.code == PREEMPTED else "error"
             sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}\n")
             return int(failed.code or 1)
-        dead = blame(status, world, but=-1, run=run, wait=0.0) if code else ""
-        if dead:
-            if not ended:  # not one came far enough to say why
-                log.seek(0)
-                sys.stderr.write(visible(log.read()))
-            sys.stderr.write(f"error: {visible(dead)}\n")
-            return PeerFailed.exit_code
-        if code:
+        dead = blame(status, world, but=-1, run=run, wait=0.0)
+        if not (dead and ended):  # not one came far enough to say why
             log.seek(0)
             sys.stderr.write(visible(log.read()))
-        if code < 0:
-            sys.stderr.write(f"error: torchrun was killed by signal {-code}\n")
-            return PeerFailed.exit_code
+    if dead or code < 0:
+        why = visible(dead) or f"torchrun was killed by signal {-code}"
+        sys.stderr.write(f"error: {why}\n")
+        return PeerFailed.exit_code
     return code
 
 

@@ -1,14 +1,12 @@
 """Define the figures of each step and their line in ``metrics.jsonl``; measure the memory of this rank."""
 
-from __future__ import annotations
-
 import math
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -55,7 +53,7 @@ class StepMetrics:
     slow_times: float | None = None
     own: Mapping[str, Any] | None = None
 
-    def joined(self, figures: Mapping[str, Any], by: str) -> StepMetrics:
+    def joined(self, figures: Mapping[str, Any], by: str) -> Self:
         """Return these figures and more: fields that are not set yet, and numbers by names of their own.
 
         Raises ``BadInput`` for a name that is taken, and for what is no number; ``by`` says whose it is.

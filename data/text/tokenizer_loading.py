@@ -96,6 +96,13 @@ def check_length(text: str, where: object = "text") -> None:
         raise BadInput(where, "document", expected=expected, found=f"{len(text):,}", todo=todo)
 
 
+def _checked(text: str) -> str:
+    """Return a text that may be tokenized. Of a lone surrogate the libraries would raise what says little."""
+    check_length(text)
+    text.encode()
+    return text
+
+
 class _SentencePieceTokenizer:
     """Read a ``.model`` file with SentencePiece itself."""
 
@@ -116,9 +123,7 @@ class _SentencePieceTokenizer:
         self.byte_ids = frozenset(filter(self._processor.IsByte, map(self._processor.PieceToId, _BYTES)))
 
     def encode(self, text: str) -> list[int]:
-        check_length(text)
-        text.encode()  # SentencePiece would raise a RuntimeError about its own types
-        ids: list[int] = self._processor.EncodeAsIds(text)
+        ids: list[int] = self._processor.EncodeAsIds(_checked(text))
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -169,10 +174,11 @@ class FolderTokenizer:
         self.starts_with_bos = self.bos_id is not None and self.prompt("a")[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:
-        check_length(text)
-        text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
         with refuse_panics(self.path, self.backend):
-            ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+            ids: list[int] = self.backend.encode(_checked(text), add_special_tokens=special, verbose=False)
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -183,10 +189,7 @@ class FolderTokenizer:
         return text
 
     def prompt(self, text: str) -> list[int]:
-        check_length(text)
-        text.encode()
-        with refuse_panics(self.path, self.backend):
-            ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
+        ids = self._encode(text, special=True)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
 
     def chat(self, messages: list[Message]) -> list[int]:
@@ -219,10 +222,10 @@ class FolderTokenizer:
         """Encode what a chat template wrote: special tokens that it spells become these tokens, also where
         the tokenizer splits those of other texts. Samples and prompts are both encoded here.
         """
-        check_length(text)
-        text.encode()
         with refuse_panics(self.path, self.backend):
-            return self.backend(text, add_special_tokens=False, verbose=False, **CHAT_OPTIONS, **options)
+            return self.backend(
+                _checked(text), add_special_tokens=False, verbose=False, **CHAT_OPTIONS, **options
+            )
 
 
 @contextmanager
