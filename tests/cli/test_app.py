@@ -1,11 +1,14 @@
 """The error rule: one line, an exit code, no traceback unless asked for; and help that explains itself."""
 
+import ast
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,19 @@ import typer.main
 from commands_page import EXAMPLES, every_command
 from support.command_lines import NAMES, VALID, values_of, words_of
 from support.pages import ROOT
+from trilith.checkpoints import plan_conversion
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.shared import options
 from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names
 from trilith.cli.shared.options import TESTED
+from trilith.data.text.tokenize_files import tokenize as make_token_file
+from trilith.generation import Sampling
+from trilith.generation.ranks import run_generation
+from trilith.generation.request import Request
+from trilith.machine import measure
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
+from trilith.planner.search.new_recipe import new_recipe
 
 
 def fail(kind):
@@ -171,12 +181,6 @@ def test_a_command_searches_less_for_garbage_while_it_imports():
     assert done.stdout.endswith("\nTrue\n"), done
 
 
-def test_the_version_is_the_packages():
-    from importlib.metadata import version
-
-    assert program("--version").stdout == f"{version('trilith')}\n"
-
-
 def test_help_answers_at_once():
     """The best of five, in processor time, since the machine may be busy."""
     command = [sys.executable, "-P", "-m", "trilith.cli", "--help"]
@@ -284,8 +288,7 @@ def test_help_of_a_command_can_be_asked_for_in_three_ways(capsys):
 
 def test_version_is_also_a_command(capsys):
     assert run(["version"]) == run(["--version"]) == 0
-    first, second = capsys.readouterr().out.split()
-    assert first == second
+    assert capsys.readouterr().out.split() == [version("trilith")] * 2
 
 
 def test_a_key_of_a_recipe_with_dashes_is_answered_with_the_way(capsys):
@@ -429,3 +432,27 @@ def test_no_command_has_an_old_option_beside_its_new_one():
         both = {old for old in options & set(RENAMED) if options & set(RENAMED[old])}
         assert not both and not options & {alias for names in ALIASES.values() for alias in names}, name
     assert not set(RENAMED) & {alias for names in ALIASES.values() for alias in names}
+
+
+#: What the commands hand their options on to, by name.
+TAKERS = {
+    "bench": [measure],
+    "chat": [Request, Sampling],
+    "convert": [plan_conversion],
+    "generate": [Request, Sampling, run_generation],
+    "new": [new_recipe],
+    "tokenize": [make_token_file],
+}
+#: Options that act as they are parsed.
+BY_THEMSELVES = {"strict"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_every_option_is_used_by_its_command_or_handed_on(command):
+    text, takers = inspect.getsource(command), TAKERS.get(command.__name__, [])
+    assert ("from_options(" in text) == bool(takers)
+    used = {node.id for node in ast.walk(ast.parse(text).body[0]) if isinstance(node, ast.Name)}
+    used |= {name for taker in takers for name in inspect.signature(taker).parameters}
+    if "in each.options" in text or "options[key] for key" in text:  # launch and parity, by tables of names
+        return
+    assert not inspect.signature(command).parameters.keys() - used - BY_THEMSELVES

@@ -238,10 +238,6 @@ def test_verify_refuses_what_a_manifest_cannot_mean_and_progress_that_no_run_mad
     assert what in PROGRESS or "manifest.json" in error
 
 
-def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(whole, tmp_path, capsys):
-    assert run(["verify", str(whole)]) == 0
-
-
 def test_verify_refuses_a_step_beyond_those_of_the_run(tmp_path, capsys):
     train(tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=2))
     written = tmp_path / "run" / "checkpoints" / "step-00000002"

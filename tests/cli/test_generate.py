@@ -162,12 +162,6 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
     assert run(words(folder, "-p", "dog", "--tensor", "3")) == 2 and len(started) == 1
 
 
-def test_a_prompt_that_is_no_json_is_named_by_its_line(folder, tmp_path, capfd):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "dog"}\n{\n')
-    assert run(words(folder, "--prompt-file", str(tmp_path / "prompts.jsonl"))) == 2
-    assert "2: expected valid JSON" in capfd.readouterr().err
-
-
 def test_a_run_from_scratch_keeps_the_tokenizer_of_its_tokens(folder, tmp_path, capfd):
     """Found from the place of the token file, by its ids; one with other ids, in its place, is none."""
     (tmp_path / "corpus.txt").write_text(CORPUS)

@@ -156,21 +156,6 @@ def test_there_is_no_state_but_the_step(make):
     assert not torch.equal(GlobalBatches(file, 8, 4, seed=4).batch(0)[0], steps[0])
 
 
-def test_an_epoch_gives_every_sample_once_and_the_next_in_another_order(make):
-    data = GlobalBatches(make("a", 20 * 8 + 1), 8, 4, seed=0)
-    epochs = [
-        torch.cat([data.batch(step)[0][:, 0] for step in range(5 * epoch, 5 * epoch + 5)]) for epoch in (0, 1)
-    ]
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(0, 160, 8))
-    assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_f3_a_batch_larger_than_the_data_wraps_over_epochs(make):
-    data = GlobalBatches(make("a", 3 * 8 + 1), 8, 12, seed=0)
-    assert Counter(data.batch(5)[0][:, 0].tolist()) == {0: 4, 8: 4, 16: 4}
-
-
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
     files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, 1000), make("c", 8 * 30 + 1, 2000)]
     data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
@@ -190,12 +175,6 @@ def test_files_of_one_size_have_orders_of_their_own(make):
     files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
     sources, ids = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0).sample_ids(0)
     assert (ids[sources == 0] != ids[sources == 1]).any()
-
-
-def test_a_mixture_of_one_is_the_file(make):
-    file = make("a", 500)
-    plain, mixed = GlobalBatches(file, 8, 6, seed=2), GlobalBatches(Mixture([(file, 0.3)]), 8, 6, seed=2)
-    assert torch.equal(plain.batch(17)[0], mixed.batch(17)[0])
 
 
 def test_f12_fingerprints_name_files_and_shares(make):

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
 from trilith.data.text import tokenize_files
-from trilith.data.text.chat_formats import Conversation
-from trilith.data.text.chat_template import Chat, ChatTemplate, shown
+from trilith.data.text.chat_template import Chat, shown
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
@@ -170,15 +169,6 @@ def test_a_dead_worker_costs_only_what_was_on_the_way(folder, tmp_path, monkeypa
     assert left == counted(monkeypatch, lambda: again(out=tmp_path / "b")) - 1
 
 
-def test_the_command_says_what_is_learnt_and_left_out(folder, tmp_path, capsys):
-    path = write_json_lines(tmp_path / "in.jsonl", talks(10))
-    words = ["tokenize", str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "sft"), "--chat"]
-    assert run([*words, "--show", "1", "--workers", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "tokens in 8 documents" in said and "2 samples left out" in said
-    assert "[[It is 2, as ever.</s>]]" in said
-
-
 #: What the template with marks says of an answer, and what others do.
 ANSWER = "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
 TIGHT, SHORT, SPOKEN = (
@@ -257,20 +247,6 @@ def test_the_command_loads_the_tokenizer_once_for_all_that_it_says(chatml, tmp_p
     assert run(words) == 0
     assert capsys.readouterr().out.count("--- sample") == 4
     assert len(loads) == 2  # and once for the job
-
-
-def test_marks_in_a_comment_mark_nothing(chatml, tmp_path):
-    loaded = load_tokenizer(chatml)
-    assert isinstance(loaded, FolderTokenizer)
-    found = []
-    for text in (CHATML, CHATML + "{# use {% generation %}\n#}"):
-        (tmp_path / "chat.jinja").write_text(text)
-        template = ChatTemplate(loaded, tmp_path / "chat.jinja")
-        assert not template.marked
-        talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-        ids, learnt = template.encode(Conversation(talk), "here")
-        found.append((ids, learnt.tolist()))
-    assert found[0] == found[1] and sum(found[0][1])
 
 
 def test_the_count_outlives_an_interruption(chatml, tmp_path, monkeypatch):

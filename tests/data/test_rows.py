@@ -12,7 +12,7 @@ from support.draws import drawn
 from support.token_files import write_token_file
 from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
-from trilith.data.packing import one_a_row, pack
+from trilith.data.packing import pack
 from trilith.data.rows import SampleRows, WindowRows
 from trilith.data.shuffle import ids_at, permute, positions_of
 from trilith.layers import IGNORE
@@ -158,11 +158,6 @@ def test_packed_samples_of_ordinary_lengths_leave_little_padding():
     assert lengths.sum() / (len(pack(lengths, 2048)) * 2048) > 0.999
 
 
-def test_one_sample_a_row():
-    rows = one_a_row([4, 7])
-    assert len(rows) == 2 and rows[0].tolist() == [4] and rows[1].tolist() == [7]
-
-
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 1000)
 
@@ -177,14 +172,6 @@ def test_small_and_power_of_two_sizes_are_permutations(n):
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
 def test_every_epoch_is_a_permutation(n, seed, epoch):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
-
-
-@settings(max_examples=drawn(100), deadline=None)
-@given(n=st.integers(1, 5000), seed=seeds, epoch=epochs, data=st.data())
-def test_an_index_goes_to_the_same_place_alone_and_in_any_company(n, seed, epoch, data):
-    indices = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
-    whole = permute(np.arange(n), n, seed, epoch)
-    assert permute(indices, n, seed, epoch).tolist() == [whole[i] for i in indices]
 
 
 def test_shape_is_kept_and_the_input_is_not_written_to():
@@ -263,14 +250,6 @@ def test_every_prefix_is_within_one_draw_of_the_shares(weights):
         # In whole numbers: |given - p * share / period| < 1.
         assert (np.abs(given_so_far * mixing.period - np.arange(1, length + 1) * share) < mixing.period).all()
         np.testing.assert_array_equal(draws[mine], np.arange(given_so_far[-1]))
-
-
-@settings(max_examples=12, deadline=None)
-@given(weights=weights, position=st.integers(0, 10**15))
-def test_a_position_has_the_same_draw_alone_and_in_any_company(weights, position):
-    alone = Interleave(weights).locate([position])
-    among = Interleave(weights).locate([0, position, position + 1])
-    assert (alone[0][0], alone[1][0]) == (among[0][1], among[1][1])
 
 
 @settings(max_examples=drawn(25), deadline=None)

@@ -291,14 +291,13 @@ def test_a_block_is_compared_once_however_often_it_is_read(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".bin", ".json"])
-def test_verify_reads_a_token_file_and_says_what_it_compared(tmp_path, capsys, suffix, chat):
+def test_verify_reads_a_token_file_and_says_what_it_compared(tmp_path, capsys, chat):
     name = write_much(tmp_path / "data", chat=chat)
-    assert run(["verify", f"{name}{suffix}"]) == 0
+    assert run(["verify", f"{name}.bin"]) == 0
     told = capsys.readouterr().out
     assert "40,000 ids below 50,000" in told and "800 documents" in told and "seal" in told
     flip_bit(name.with_suffix(".bin"), 70_000)
-    assert run(["verify", f"{name}{suffix}"]) == 2
+    assert run(["verify", str(name)]) == 2
     assert "data.bin" in capsys.readouterr().err
 
 
