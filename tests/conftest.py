@@ -17,6 +17,9 @@ import pytest
 from trilith.system import search_less_often
 
 search_less_often()  # all that is imported from here on stays
+# Or each lane compiles hypothesis and every test, and each process that a test starts the package, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 from hypothesis import settings
 from support import draws, lanes, run_times
@@ -26,9 +29,6 @@ from trilith.system.process_info import children_of, environment_of, process_inf
 if os.environ.get("TRILITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or recipes that leave `device` open would train on a GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of lanes, and of processes that tests start
-# Or each lane compiles every test, and each process that a test starts the package, anew.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 #: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
 PRELOAD = ["pytest", "trilith.cli.app", "trilith.pipeline.runner", "support.short_runs"]
 BEGIN = time.monotonic()

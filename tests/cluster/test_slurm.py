@@ -42,18 +42,22 @@ def printed(mine):
 
 
 def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(cluster, tmp_path):
-    """A rank sleeps in its seventh step, so that the signal surely comes before the last one."""
+    """A rank stands still in its seventh step until the script has heard the signal."""
     steps = 40
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRILITH_FAULT", "rank=1;at=step.forward;step=7;act=sleep:5")
+        patch.setenv("TRILITH_FAULT", "rank=1;at=step.forward;step=7;act=stop")
         job = cluster.submit(tmp_path / "job.sbatch")
-    mine.wait_for_steps(5)
+    mine.wait_for_steps(6)
+    standing = mine.wait_until_it_stands(1)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
+    wait_for((mine.out / "stop").exists, 60, "what the script asks of the run")
+    os.kill(standing, signal.SIGCONT)
     assert cluster.wait(job, "PENDING", "COMPLETED", "FAILED") == "PENDING", printed(mine)
+    cluster.start_soon(job)
     first = len(losses(mine.out))
-    assert 5 <= first < steps
-    whole = mine.uninterrupted()  # Slurm waits some seconds before it starts the job again
+    assert 6 <= first < steps
+    whole = mine.uninterrupted()
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
     assert f"stopped and saved after step {first}" in printed(mine)
     assert losses(mine.out) == whole

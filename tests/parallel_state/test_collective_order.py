@@ -111,10 +111,10 @@ def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18():
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines_K18():
-    first, second = sorted(said(extra, timeout=2))
-    assert first.startswith("after 2 s rank 0 waits at collective 1 of ranks [0, 1]: allreduce sum")
+    first, second = sorted(said(extra, timeout=1))
+    assert first.startswith("after 1 s rank 0 waits at collective 1 of ranks [0, 1]: allreduce sum")
     assert "rank 1's last was collective 4 of ranks [0, 1]: all_reduce" in first and "feed_forward" in first
-    assert second.startswith("after 2 s rank 1 waits at collective 4")
+    assert second.startswith("after 1 s rank 1 waits at collective 4")
 
 
 SELECTIVE = {"checkpointing": "selective"}

@@ -280,18 +280,23 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
 
 @pytest.fixture
 def torchrun(request):
-    """Stand in for torchrun with one rank under it, which ends by itself after 1.5 s or the parameter's.
+    """Stand in for torchrun with one rank under it, which ends by itself after 0.6 s or the parameter's.
 
     The stand-in then prints the code with which its rank ended.
     """
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
-    command = ["sh", "-c", f"sleep {getattr(request, 'param', 1.5)}; echo $?"]
+    command = ["sh", "-c", f"sleep {getattr(request, 'param', 0.6)}; echo $?"]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     while not children_of(child.pid):
         time.sleep(0.01)
     yield child
     child.kill()
     child.communicate()
+
+
+def soon_hanging():
+    """Let a launcher look often, and take ranks for hanging long before those of a test end."""
+    return mock.patch.multiple("trilith.runs.launch", _LOOK_EVERY=0.02, _HANGING_AFTER=0.05)
 
 
 def rank_of(child):
@@ -301,7 +306,7 @@ def rank_of(child):
 
 @pytest.mark.parametrize(
     ("run", "off", "ended", "torchrun"),
-    [("ours", 0, True, 100), ("another's", 0, False, 1.5), ("ours", 1, False, 1.5)],
+    [("ours", 0, True, 100), ("another's", 0, False, 0.6), ("ours", 1, False, 0.6)],
     ids=["ours", "of-another-start", "of-another-process"],
     indirect=["torchrun"],
 )
@@ -310,7 +315,7 @@ def test_only_a_rank_of_this_start_is_taken_for_hanging(tmp_path, torchrun, run,
     pid, started = rank_of(torchrun)
     leave(tmp_path, 0, run=run, code=2, **HERE, started=start_of(os.getpid()))
     leave(tmp_path, 1, run=run, **HERE | {"pid": pid}, started=started + off)
-    with mock.patch("trilith.runs.launch._HANGING_AFTER", 0.2):
+    with soon_hanging():
         assert OwnRanks(torchrun, tmp_path, "ours").wait() == 0
     assert torchrun.stdout is not None
     assert (int(torchrun.stdout.read()) != 0) == ended
@@ -322,7 +327,7 @@ def test_a_process_that_somebody_else_started_is_left_alone(tmp_path, torchrun):
     leave(tmp_path, 0, run="ours", code=2, **HERE, started=start_of(os.getpid()))
     leave(tmp_path, 1, run="ours", **HERE | {"pid": stranger.pid}, started=start_of(stranger.pid))
     try:
-        with mock.patch("trilith.runs.launch._HANGING_AFTER", 0.2):
+        with soon_hanging():
             OwnRanks(torchrun, tmp_path, "ours").wait()
         assert stranger.poll() is None
     finally:

@@ -210,16 +210,20 @@ def covering(choices: Sequence[Choice]) -> list[Choice]:
 
     For the pair that fewest choices hold, take the choice that adds most pairs for the ranks that it needs.
     """
-    held = {choice: pairs(choice) for choice in choices}
-    having: dict[tuple[object, ...], list[Choice]] = {}
-    for choice in held:
-        # Not in the order of a set, which differs between processes: all lanes must find the same array.
-        for two in combinations(vars(choice).items(), 2):
+    values = dict.fromkeys(value for choice in choices for value in vars(choice).items())
+    number = dict(zip(values, range(len(values)), strict=True))
+    held: dict[Choice, list[int]] = {}
+    having: dict[int, list[Choice]] = {}  # by the pair, whose two values are one number here
+    for choice in choices:
+        mine = [number[value] for value in vars(choice).items()]
+        held[choice] = [first * len(values) + second for first, second in combinations(mine, 2)]
+    for choice, twos in held.items():
+        for two in twos:
             having.setdefault(two, []).append(choice)
     found = []
     while having:
         rarest = min(having.values(), key=len)[:60]
-        found.append(max(rarest, key=lambda choice: len(having.keys() & held[choice]) / (6 + choice.world)))
+        found.append(max(rarest, key=lambda choice: sum(map(having.__contains__, held[choice])) / (6 + choice.world)))
         for pair in held[found[-1]]:
             having.pop(pair, None)
     return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilith.machine.random_files import write_tokens
+from trilith.runs.heartbeat import status_folder
 
-from support.kills import wait_for
+from support.kills import Campaign, wait_for
 from support.short_runs import losses, tiny_recipe, train, write_recipe
 
 
@@ -51,6 +53,13 @@ class Submitted:
     def wait_for_steps(self, count: int, seconds: float = 200) -> None:
         """Wait until the run has noted so many steps."""
         wait_for(lambda: len(losses(self.out)) >= count, seconds, f"step {count}: see {self.folder}")
+
+    def wait_until_it_stands(self, rank: int, seconds: float = 60) -> int:
+        """Wait until the rank has stopped itself at its fault; return its process id."""
+        status = status_folder(self.out) / f"rank{rank}.json"
+        pid = int(json.loads(status.read_text())["pid"])
+        wait_for(lambda: Campaign.stands(pid), seconds, f"rank {rank} stands still: see {self.folder}")
+        return pid
 
     def uninterrupted(self) -> list[tuple[float, float]]:
         """Train the recipe here without a stop; return the curve."""

@@ -4,6 +4,7 @@ import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from support.configs import config
@@ -13,6 +14,7 @@ from support.short_runs import write_recipe
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
+from trilith.runs import launch
 from trilith.system.process_end import end, leave
 from trilith.testing import ExitCode, run_fresh
 
@@ -23,14 +25,32 @@ SECTIONS = {
 }
 
 
+def beating_often():
+    """Let a rank's status say soon at which step it stands: a new step is written with the second beat."""
+    return mock.patch("trilith.runs.heartbeat._BEAT", 0.2)
+
+
 def train_as_a_rank(arguments):
     """Run the command, and end as it does; after one that went well or was refused, more quickly.
 
     Then all of the end runs in the whole start of ``test_readme``.
     """
-    if (code := run(["train", *arguments])) in (0, 2):
+    with beating_often():
+        code = run(["train", *arguments])
+    if code in (0, 2):
         leave(code)
     end(code)
+
+
+def run_beating_often(words):
+    with beating_often():
+        return run(words)
+
+
+def launch_as_a_user(words, folder, patience):
+    """Start the command's own launcher, which waits so long for ranks that hang after another has failed."""
+    with mock.patch("trilith.runs.launch._HANGING_AFTER", patience):
+        launch_forked(run_beating_often, words, folder)
 
 
 @dataclass(frozen=True)
@@ -58,14 +78,14 @@ class Run:
         write_recipe(self.recipe, raw)
 
     @contextmanager
-    def launched(self, *overrides, fault="", timeout=60):
+    def launched(self, *overrides, fault="", timeout=60, patience=launch._HANGING_AFTER):
         """Run the command with its own launcher, process for process as a user does, but forked."""
         known = self.folder / "launcher-0"
         known.unlink(missing_ok=True)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
             patch.setenv("TRILITH_FAULT", fault)
-            given = (launch_forked, 1, run, ["train", str(self.recipe), *overrides], str(self.folder))
-            ended = pool.submit(run_fresh, *given, process_group=False, timeout=timeout)
+            start = launch_as_a_user, 1, ["train", str(self.recipe), *overrides], str(self.folder), patience
+            ended = pool.submit(run_fresh, *start, process_group=False, timeout=timeout)
             wait_for(lambda: Campaign.noted(known), timeout, "the launcher started", ended=ended)
             yield Launched(Campaign.noted(known), ended)
             ended.result()
@@ -84,6 +104,10 @@ class Run:
 
     def status(self, rank):
         return json.loads((self.out / "status" / f"rank{rank}.json").read_text())
+
+    def pid(self, rank):
+        """Return the process id of the rank."""
+        return int(self.status(rank)["pid"])
 
     def is_at(self, step, *, rank):
         """Tell whether the rank has come to a step."""

@@ -89,7 +89,13 @@ class TrainerWithPoints(Trainer):
 
 
 def train(words):
-    with mock.patch("trilith.training.supervised.Trainer", TrainerWithPoints):
+    """Train with these points, and with ranks that beat often and are soon silent."""
+    with (
+        mock.patch("trilith.training.supervised.Trainer", TrainerWithPoints),
+        mock.patch("trilith.runs.heartbeat._BEAT", 0.2),
+        mock.patch("trilith.runs.heartbeat.SILENT_AFTER", 1.5),
+        mock.patch("trilith.runs.guard.SILENT_AFTER", 1.5),
+    ):
         return run(words)
 
 

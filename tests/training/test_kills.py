@@ -223,7 +223,7 @@ def leave(recipe, how):
 def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make, how):
     run = make(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRILITH_FAULT", "rank=1;at=checkpoint.amid_data;act=sleep:1")
+        patch.setenv("TRILITH_FAULT", "rank=1;at=checkpoint.amid_data;act=sleep:0.5")
         codes = run_fresh(leave, 2, str(run.recipe), how, process_group=False, timeout=60)
     whole = ([2], []) if how == "destroy" else ([2],)  # destroyed early, the group may fail the agreement
     assert run.steps_saved in whole, [code.output for code in codes]

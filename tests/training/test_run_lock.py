@@ -1,5 +1,6 @@
 """Two runs in one folder: the second is refused and touches nothing, a killed one is in nobody's way."""
 
+import json
 import os
 import re
 import signal
@@ -7,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.kills import wait_for
+from support.kills import Campaign, wait_for
 from trilith.cli.app import run
 from trilith.cluster import job as job_module
 from trilith.cluster.job import EXCLUDED_NODES
@@ -59,12 +60,31 @@ def everything(folder):
     }
 
 
+def forget_the_launcher():
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+
+
 def start_impatiently(arguments, launched):
     if not launched:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-    with mock.patch("trilith.runs.lock._PATIENCE", 0.5):
+        forget_the_launcher()
+    with mock.patch("trilith.runs.lock._PATIENCE", 0.1):
         leave(run(["train", *arguments]))
+
+
+def start_beside_another(arguments, status):
+    """Start so; if another run has the folder, let that one go on, which stands still in a step."""
+
+    def stands():
+        return status.exists() and Campaign.stands(json.loads(status.read_text())["pid"])
+
+    forget_the_launcher()
+    with mock.patch("trilith.runs.lock._PATIENCE", 0.1):
+        code = run(["train", *arguments])
+    if code:
+        wait_for(stands, what="the other run came to its second step")
+        os.kill(json.loads(status.read_text())["pid"], signal.SIGCONT)
+    leave(code)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +109,15 @@ def test_a_second_start_waits_says_so_and_touches_nothing(begun, ranks, launched
         codes = run_fresh(start_impatiently, ranks, arguments, launched, process_group=False)
         assert everything(run.out) == before
     assert codes == [2] * ranks, codes[0].output
-    assert f"{run.out} is in use by another run: waiting up to 0.5 s for it to end" in codes[0].output
+    assert f"{run.out} is in use by another run: waiting up to 0.1 s for it to end" in codes[0].output
     assert "error: recipe: out: expected a folder that no other run is using" in codes[-1].output
 
 
 def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make, monkeypatch):
     run = make(3)
-    monkeypatch.setenv("TRILITH_FAULT", "rank=0;at=step.forward;step=2;act=sleep:4")
-    arguments = [str(run.recipe), "--quiet", *ONE_RANK]
-    codes = run_fresh(start_impatiently, 2, arguments, False, process_group=False)
+    monkeypatch.setenv("TRILITH_FAULT", "rank=0;at=step.forward;step=2;act=stop")
+    arguments, status = [str(run.recipe), "--quiet", *ONE_RANK], run.out / "status" / "rank0.json"
+    codes = run_fresh(start_beside_another, 2, arguments, status, process_group=False)
     assert sorted(codes) == [0, 2], [code.output for code in codes]
     assert [line["step"] for line in read_metrics(run.out / "metrics.jsonl")] == [0, 1, 2]
     assert run.steps_saved == [2, 3]
