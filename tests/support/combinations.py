@@ -220,12 +220,15 @@ def covering(choices: Sequence[Choice]) -> list[Choice]:
     for choice, twos in held.items():
         for two in twos:
             having.setdefault(two, []).append(choice)
+
+    def worth(choice: Choice) -> float:
+        return sum(two in having for two in held[choice]) / (6 + choice.world)
+
     found = []
     while having:
-        rarest = min(having.values(), key=len)[:60]
-        found.append(max(rarest, key=lambda choice: sum(map(having.__contains__, held[choice])) / (6 + choice.world)))
-        for pair in held[found[-1]]:
-            having.pop(pair, None)
+        found.append(max(min(having.values(), key=len)[:60], key=worth))
+        for two in held[found[-1]]:
+            having.pop(two, None)
     return found
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -88,14 +89,18 @@ class TrainerWithPoints(Trainer):
         fault(point, rank=self.state.rank, step=self._step)
 
 
-def train(words):
-    """Train with these points, and with ranks that beat often and are soon silent."""
+@contextmanager
+def soon_silent():
+    """Let ranks of another node, which are known by their beats alone, beat often and be silent soon."""
     with (
-        mock.patch("trilith.training.supervised.Trainer", TrainerWithPoints),
-        mock.patch("trilith.runs.heartbeat._BEAT", 0.2),
-        mock.patch("trilith.runs.heartbeat.SILENT_AFTER", 1.5),
+        mock.patch.multiple("trilith.runs.heartbeat", _BEAT=0.2, SILENT_AFTER=1.5),
         mock.patch("trilith.runs.guard.SILENT_AFTER", 1.5),
     ):
+        yield
+
+
+def train(words):
+    with soon_silent(), mock.patch("trilith.training.supervised.Trainer", TrainerWithPoints):
         return run(words)
 
 
@@ -318,7 +323,8 @@ def named(cluster, output):
     """Check that the survivors say who was killed; a run goes on while its export is killed."""
     run_, victim = cluster.run, cluster.victim
     errors = [str(run_.status(rank)["error"]) for rank in (0, 1)]
-    found = outcome(run_.out)
+    with soon_silent():
+        found = outcome(run_.out)
     if cluster.case.phase == "export" and cluster.case.victim in ("worker", "launcher"):
         assert found.code == 0, (errors, output)
     elif cluster.case.victim == "launcher":
