@@ -189,6 +189,7 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
     )  # fmt: skip
     try:
         running._start("controller", "slurmctld-wlm", "-D")
+        _wait_for_controller(running, ports[0])
         for name in nodes:
             running.start_node(name)
         _wait_for_nodes(running)
@@ -197,6 +198,18 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
         guard.communicate(timeout=30)
         for process in running.processes.values():
             process.wait(10)
+
+
+def _wait_for_controller(running: Slurm, port: int, seconds: float = 60) -> None:
+    """Wait until it listens: nodes and commands that come before try again only after a second."""
+    ends = time.monotonic() + seconds
+    while True:
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if time.monotonic() > ends:
+            raise TimeoutError(f"Slurm's controller does not listen; see {running.folder}")
+        time.sleep(0.02)
 
 
 def _wait_for_nodes(running: Slurm, seconds: float = 60) -> None:
