@@ -13,9 +13,9 @@ from torch import Tensor
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.catalog import Key, LazyTensor
-from ..storage.crc import Checksum, combine
+from ..storage.crc import Checksum, combine, crc32
 from ..storage.dtypes import look_at
-from ..storage.safe_open import contained, open_regular
+from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import StoredFile, shown
 from ..storage.whole_file import read_whole
@@ -23,6 +23,8 @@ from .find import damaged
 from .manifest import Manifest
 from .part_table import checkpoint_files
 from .source import Source
+
+_ALTERED = "The file was altered or damaged since it was written"
 
 
 def verify(
@@ -77,13 +79,13 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     tensors = _Tensors(source)
     digests: dict[Path, str] = {}
     for file in source.stored_files:
-        seen, keys = checksum_of(file), {key for stored, key in tensors.wanted if stored is file}
+        keys = {key for stored, key in tensors.wanted if stored is file}
         packed = {key for key in keys if tensors.packed(Key(file, key))}
 
         def each(key: str, numbers: Tensor, file: TensorFile = file) -> None:
             tensors.take(Key(file, key), numbers)
 
-        digests[file.path] = read_whole(file, each, keys=keys, at_once=packed, seen=seen, progress=progress)
+        digests[file.path], seen = read_whole(file, each, keys=keys, at_once=packed, progress=progress)
         verify_sums(file, seen)
     for pair in source.repeated:
         pair.check(source.path, lambda tensor: tensors.digests[_only_key(tensor)].hexdigest())
@@ -155,18 +157,15 @@ def verify_sums(
 
     Bytes whose sums are in ``seen`` are not read again.
     """
-    stretches = [(begin, end) for begin, end, _ in file.sums]
-    if not stretches:
+    if not file.sums:
         return
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        seen.fill_gaps(fd, stretches, progress)
-    for (begin, end, stated), crc in zip(file.sums, seen.of(stretches), strict=True):
-        if crc != stated:
-            todo = "The file was altered or damaged since it was written"
-            raise BadCheckpoint(
-                file.path, f"CRC-32 of bytes {begin:,} to {end:,}", expected=f"{stated:08x}",
-                found=f"{crc:08x}", todo=todo,
-            )  # fmt: skip
+        for _, data in seen.read_gaps(fd, *((begin, end) for begin, end, _ in file.sums)):
+            progress(len(data))
+    for begin, end, stated in file.sums:
+        if (crc := seen.of(begin, end)) != stated:
+            key, todo = f"CRC-32 of bytes {begin:,} to {end:,}", _ALTERED
+            raise BadCheckpoint(file.path, key, expected=f"{stated:08x}", found=f"{crc:08x}", todo=todo)
 
 
 def verify_file(
@@ -183,9 +182,10 @@ def verify_file(
     entries = sorted(file.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     stretches = [(0, file.data_begin), *((entry.begin, entry.end) for _, entry in entries)]
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        seen.fill_gaps(fd, stretches, progress, also)
-    sums = seen.of(stretches)
-    whole = 0
+        for _, data in seen.read_gaps(fd, *stretches):
+            progress(len(data))
+            also(data)
+    sums, whole = [seen.of(*stretch) for stretch in stretches], 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
         whole = combine(whole, crc, end - begin)
     _check(file.path, stored, whole)
@@ -195,16 +195,13 @@ def verify_file(
 def verify_companions(directory: Path, manifest: Manifest) -> None:
     """Refuse the checkpoint if a byte of its companions (tokenizer files and the like) has changed."""
     for stored in manifest.companions:
-        path, seen = contained(directory, stored.name, kind=BadCheckpoint), Checksum()
-        with open_regular(path, kind=BadCheckpoint) as (fd, _):
-            seen.fill_gaps(fd, [(0, stored.size)])
-        _check(path, stored, seen.of([(0, stored.size)])[0])
+        path = contained(directory, stored.name, kind=BadCheckpoint)
+        _check(path, stored, crc32(read_small(path, stored.size, kind=BadCheckpoint)))
 
 
 def _check(path: Path, stored: StoredFile, crc: int) -> None:
     if crc != stored.crc32:
-        todo = "The file was altered or damaged since it was written"
-        raise damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)
+        raise damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=_ALTERED)
 
 
 def check_bytes(source: Source, state: ParallelState) -> None:

@@ -53,9 +53,6 @@ class Disk:
         """Make the bytes written to the file so far survive a power cut."""
         os.fsync(fd)
 
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
     def sync_directory(self, path: Path) -> None:
         """Make the names in the directory survive a power cut."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -71,9 +68,6 @@ class Disk:
         """Rename in one atomic step; a file, or an empty directory, that has the new name is replaced."""
         os.rename(old, new)
 
-    def remove(self, path: Path) -> None:
-        os.unlink(path)
-
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -85,7 +79,7 @@ class Disk:
                 self.write(fd, memoryview(data), 0)
                 self.sync(fd)
             finally:
-                self.close(fd)
+                os.close(fd)
 
 
 def write_whole(path: Path, text: str) -> None:

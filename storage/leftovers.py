@@ -17,12 +17,11 @@ _LOCK = ".tmp-lock"
 _LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
 
 
-def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
+def remove_checkpoint(directory: Path) -> None:
     """Delete a checkpoint. It loses its name first: killed half way, what is left is no checkpoint, and
     ``clear_unfinished`` removes it.
     """
-    disk = disk or Disk()
-    unnamed = unfinished(directory, secrets.token_hex(8))
+    disk, unnamed = Disk(), unfinished(directory, secrets.token_hex(8))
     with writing(directory):
         disk.rename(directory, unnamed)
         disk.sync_directory(directory.parent)
@@ -30,16 +29,16 @@ def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
     disk.remove_tree(unnamed)
 
 
-def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
+def clear_unfinished(root: Path) -> None:
     """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     # A lock alone is of a run that was killed before it made more, or after all was done.
     output_names = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
     for name in sorted(output_names):
-        clear_leftovers(root / name, disk)
+        clear_leftovers(root / name)
 
 
-def clear_leftovers(output: Path, disk: Disk | None = None, *, lock_only: bool = False) -> None:
+def clear_leftovers(output: Path, *, lock_only: bool = False) -> None:
     """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
     left = [] if lock_only else leftovers(output)
     if not left and not beside(output, _LOCK).exists():
@@ -47,7 +46,7 @@ def clear_leftovers(output: Path, disk: Disk | None = None, *, lock_only: bool =
     with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
         lock = lock_output(output)
         for path in left:
-            (disk or Disk()).remove_tree(path)
+            Disk().remove_tree(path)
         lock.remove()
 
 
@@ -98,33 +97,26 @@ def lock_output(output: Path) -> FileLock:
     return lock
 
 
-def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
+def make_parents(folder: Path) -> list[Path]:
     """Make the folders that are missing; gives those that were made, the outermost first. All or none."""
-    made: list[Path] = []
+    made, missing = list[Path](), list[Path]()  # thousands, perhaps
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
     try:
-        _make(folder, disk or Disk(), made)
+        for parent in reversed(missing):
+            try:
+                Disk().make_directory(parent)
+            except FileExistsError:
+                if not parent.is_dir():  # else another process made it, or it is ``new/../new``
+                    raise
+                continue
+            made.append(parent)
+            Disk().sync_directory(parent.parent)
     except BaseException:
         remove_empty(made)
         raise
     return made
-
-
-def _make(folder: Path, disk: Disk, made: list[Path]) -> None:
-    missing: list[Path] = []  # thousands, perhaps
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for parent in reversed(missing):
-        if parent.exists():  # ``new/../new`` is, once ``new`` is there
-            continue
-        try:
-            disk.make_directory(parent)
-        except FileExistsError:
-            if parent.is_dir():  # another process made it just now
-                continue
-            raise
-        made.append(parent)
-        disk.sync_directory(parent.parent)
 
 
 def remove_empty(made: Sequence[Path]) -> None:

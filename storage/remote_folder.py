@@ -124,7 +124,7 @@ class RemoteFolder:
             with writing(target):
                 disk.sync(fd)
         finally:
-            disk.close(fd)
+            os.close(fd)
         return crc
 
     def _pieces(self, name: str) -> Iterator[bytes]:

@@ -69,6 +69,14 @@ def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> by
         return b"".join(parts)
 
 
+def read_full(fd: int, into: memoryview, offset: int) -> int:
+    """Read from ``offset`` on until ``into`` is full, or the file ends; return the number of bytes."""
+    done = 0
+    while done < len(into) and (count := os.preadv(fd, [into[done:]], offset + done)):
+        done += count
+    return done
+
+
 def check_plain_name(name: object, where: object, key: object, *, kind: type[BadInput] = BadInput) -> str:
     """Check that a file name stays in its directory: no separator, no ``..``, no control character."""
     if not isinstance(name, str):

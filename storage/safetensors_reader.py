@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,17 @@ from numpy.lib.stride_tricks import as_strided
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from .crc import Checksum
 from .dtypes import BITS, TORCH
-from .safe_open import open_regular
+from .safe_open import open_regular, read_full
 from .safetensors_header import Entry, header_length, parse_header
-from .strides import Runs, contiguous, runs_of
+from .strides import Runs, blocks, contiguous, runs_of
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 #: A run shorter than this costs more as a system call of its own than the bytes between it and the next.
 _RUN_WORTH_A_CALL = 4096
 _SCRATCH = 1 << 20
+#: Elements that are read at once where the order of dims changes, few beside a block of a conversion.
+_AT_ONCE = 1 << 18
 #: The number of pieces of a file that ``state`` reads, besides the last one, and their bytes.
 _SAMPLES, _SAMPLE = 64, 4096
 
@@ -116,14 +119,26 @@ class TensorFile:
         if entry.dtype not in TORCH:
             todo = "Quantised checkpoints are not supported"
             raise BadInput(self.path, name, expected="a dtype that torch holds", found=entry.dtype, todo=todo)
-        if out is None:
-            out = torch.empty(box.shape, dtype=TORCH[entry.dtype])
-        assert out.dtype == TORCH[entry.dtype] and out.shape == box.shape and out.is_contiguous(), (
-            name,
-            out.shape,
-        )
-        if box.size:
-            self._read_box(name, entry, box, out.reshape(-1).view(torch.uint8).numpy())
+        out = torch.empty(box.shape, dtype=TORCH[entry.dtype]) if out is None else out
+        fits = out.dtype == TORCH[entry.dtype] and out.shape == box.shape and out.is_contiguous()
+        assert fits, (name, out.dtype, out.shape)
+        if not box.size:
+            return out
+        strides = self.strides(name)
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        with self.opened() as fd:
+            if all(a < b for a, b in pairwise(dim for dim in order if box.shape[dim] > 1)):
+                self._fill(fd, name, self._runs(name, box), out)
+                return out
+            # The dims lie in another order: a block at a time is read as it lies, and turned.
+            shape, start, stop, steps = (
+                tuple(each[dim] for dim in order) for each in (entry.shape, box.start, box.stop, strides)
+            )
+            turned, target = Box(start, stop), out.permute(order)
+            for part in blocks(turned, _AT_ONCE):
+                piece = torch.empty(part.shape, dtype=out.dtype)
+                self._fill(fd, name, runs_of(shape, part, out.element_size(), steps), piece)
+                target[part.within(turned).slices] = piece
         return out
 
     def read_ahead(self, name: str, box: Box) -> None:
@@ -136,8 +151,27 @@ class TensorFile:
         runs = [*self._runs(name, box)]
         first = min(run.offset for run in runs)
         last = max(run.offset + (run.rows - 1) * run.stride + run.length for run in runs)
+        begin, _ = self.extent(name)
         with self.opened() as fd:
-            os.posix_fadvise(fd, self.tensors[name].begin + first, last - first, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, begin + first, last - first, os.POSIX_FADV_WILLNEED)
+
+    def _fill(self, fd: int, name: str, all_runs: Iterable[Runs], out: torch.Tensor) -> None:
+        """Fill a tensor with the runs of ``name``, one after another."""
+        into, (begin, _), at = out.reshape(-1).view(torch.uint8).numpy(), self.extent(name), 0
+
+        def read(part: Bytes, offset: int) -> None:
+            if (count := read_full(fd, part.data, begin + offset)) < part.size:
+                expected, todo = (
+                    f"{begin + offset + part.size:,} bytes in the file",
+                    "The file shrank while it was read",
+                )
+                actual = f"only {begin + offset + count:,}"
+                raise BadCheckpoint(self.path, name, expected=expected, found=actual, todo=todo)
+
+        for runs in all_runs:
+            _read_runs(read, runs, into[at : at + runs.rows * runs.length])
+            at += runs.rows * runs.length
+        assert at == into.size, (at, into.size)
 
     def read_counted(self, name: str, box: Box, seen: Checksum) -> torch.Tensor:
         """Read as ``read`` does, and count the bytes into the file's checksum."""
@@ -149,8 +183,8 @@ class TensorFile:
         return out
 
     def state(self) -> tuple[str, object, str]:
-        """Return what identifies this very content: the path, the identity, and a hash of the header and of
-        samples.
+        """Return what identifies this very content: the path, the identity, and a hash of the header, of
+        samples and of the sums in the file itself.
 
         The samples are for file systems whose change times say nothing. There, a change of a few bytes
         between two samples is not noticed.
@@ -161,23 +195,21 @@ class TensorFile:
                 begin = self.data_begin + (self.size - self.data_begin) * sample // _SAMPLES
                 digest.update(os.pread(fd, _SAMPLE, begin))
             digest.update(os.pread(fd, _SAMPLE, max(self.data_begin, self.size - _SAMPLE)))
+        digest.update(repr(self.sums).encode())
         return str(self.path), self.identity, digest.hexdigest()
 
     def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """Yield the ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
-        entry = self.tensors[name]
-        for runs in self._runs(name, box or Box.whole(entry.shape)):
+        begin, _ = self.extent(name)
+        for runs in self._runs(name, box or Box.whole(self.tensors[name].shape)):
             for row in range(runs.rows):
-                yield entry.begin + runs.offset + row * runs.stride, runs.length
+                yield begin + runs.offset + row * runs.stride, runs.length
 
     def _runs(self, name: str, box: Box) -> Iterator[Runs]:
         """Yield the runs of ``box``, in element order, counted from where the tensor begins."""
         entry = self.tensors[name]
-        return runs_of(entry.shape, box, _itemsize(entry))
-
-    def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
-        with self.opened() as fd:
-            fill(fd, self.path, name, entry.begin, self._runs(name, box), into)
+        assert BITS[entry.dtype] % 8 == 0, entry.dtype
+        return runs_of(entry.shape, box, BITS[entry.dtype] // 8, self.strides(name))
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -189,57 +221,19 @@ class TensorFile:
             yield fd
 
 
-class _Reader:
-    """Read with ``pread`` until the buffer is full, or say which tensor was cut short."""
-
-    def __init__(self, fd: int, path: Path, name: str):
-        self.fd, self.path, self.name = fd, path, name
-
-    def fill(self, into: Bytes, offset: int) -> None:
-        done = 0
-        while done < into.size:
-            count = os.preadv(self.fd, [into[done:].data], offset + done)
-            if count == 0:
-                actual, todo = f"only {offset + done:,}", "The file shrank while it was read"
-                expected = f"{offset + into.size:,} bytes in the file"
-                raise BadCheckpoint(self.path, self.name, expected=expected, found=actual, todo=todo)
-            done += count
-
-
-def fill(fd: int, path: Path, name: str, begin: int, all_runs: Iterable[Runs], into: Bytes) -> None:
-    """Fill ``into`` with the runs of tensor ``name`` one after another; they count from byte ``begin``."""
-    at = 0
-    for runs in all_runs:
-        length = runs.rows * runs.length
-        _read_runs(_Reader(fd, path, name), begin, runs, into[at : at + length])
-        at += length
-    assert at == into.size, (at, into.size)
-
-
-def _read_runs(reader: _Reader, begin: int, runs: Runs, into: Bytes) -> None:
-    if runs.rows == 1:
-        reader.fill(into, begin + runs.offset)
+def _read_runs(read: Callable[[Bytes, int], None], runs: Runs, into: Bytes) -> None:
+    rows, length, stride = runs.rows, runs.length, runs.stride
+    at_once = _SCRATCH // stride
+    if rows == 1 or length >= _RUN_WORTH_A_CALL or at_once < 2:
+        for row in range(rows):
+            read(into[row * length : (row + 1) * length], runs.offset + row * stride)
         return
-    at_once = _SCRATCH // runs.stride
-    if runs.length >= _RUN_WORTH_A_CALL or at_once < 2:
-        for row in range(runs.rows):
-            reader.fill(
-                into[row * runs.length : (row + 1) * runs.length], begin + runs.offset + row * runs.stride
-            )
-        return
-    scratch = np.empty(min(at_once, runs.rows) * runs.stride, np.uint8)
-    rows_of = into.reshape(runs.rows, runs.length)
-    for row in range(0, runs.rows, at_once):
-        count = min(at_once, runs.rows - row)
-        span = scratch[: (count - 1) * runs.stride + runs.length]
-        reader.fill(span, begin + runs.offset + row * runs.stride)
-        rows_of[row : row + count] = as_strided(span, (count, runs.length), (runs.stride, 1))
-
-
-def _itemsize(entry: Entry) -> int:
-    bits = BITS[entry.dtype]
-    assert bits % 8 == 0, entry.dtype
-    return bits // 8
+    scratch = np.empty(min(at_once, rows) * stride, np.uint8)
+    for row in range(0, rows, at_once):
+        count = min(at_once, rows - row)
+        span = scratch[: (count - 1) * stride + length]
+        read(span, runs.offset + row * stride)
+        into.reshape(rows, length)[row : row + count] = as_strided(span, (count, length), (stride, 1))
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from ..parallel_state import Box
-from .crc import Checksum, crc_of
+from .crc import Checksum
 from .disk import Disk, DiskFailed, writing
 from .dtypes import TORCH
-from .safetensors_header import Entry, build_header
+from .safetensors_header import build_header
 from .strides import runs_of
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-#: Bytes that are summed and written at once.
+#: Bytes that are summed and written at once: the sum brings them into the cache, to be written from there.
 _PIECE = 4 << 20
 
 
@@ -48,14 +48,12 @@ class TensorWriter:
         tensors: Mapping[str, tuple[str, tuple[int, ...]]],
         *,
         metadata: Mapping[str, str] | None = None,
-        disk: Disk | None = None,
         again: bool = False,
         overlap: bool = False,
     ):
         header, self.entries = build_header(tensors, metadata or {})
         self.path = path
         self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
-        self._disk = disk or Disk()
         begins = (entry.begin for entry in self.entries.values())
         self._checksum = Checksum(apart=begins)
         self._lock = Lock()
@@ -63,7 +61,7 @@ class TensorWriter:
         self._sums: list[Future[int]] = []
         self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
         with writing(path):
-            self._fd = self._disk.reopen(path) if again and path.exists() else self._disk.create(path)
+            self._fd = Disk().reopen(path) if again and path.exists() else Disk().create(path)
         self._write(np.frombuffer(header, np.uint8), 0)
 
     def write(self, name: str, box: Box, tensor: torch.Tensor, crc: int | None = None) -> None:
@@ -73,42 +71,42 @@ class TensorWriter:
         unless the caller knows it: ``crc``. Other boxes cost a call for each run, and are read once more by
         ``close``.
         """
-        entry: Entry = self.entries[name]
+        entry = self.entries[name]
         assert tensor.dtype == TORCH[entry.dtype] and tensor.shape == box.shape, (name, box, tensor.shape)
-        if box.size == 0:
-            return
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        at = 0
+        data, at = tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), 0
         for runs in runs_of(entry.shape, box, tensor.element_size()):
             for row in range(runs.rows):
                 offset = entry.begin + runs.offset + row * runs.stride
-                whole = runs.length == data.size
-                self._write(
-                    data[at : at + runs.length], offset, crc if whole else None, sum_now=runs.rows == 1
-                )
+                if runs.length == data.size and crc is not None:
+                    self._checksum.note(offset, data.size, crc)
+                    self._put(data, offset)
+                elif runs.rows == 1:
+                    self._write(data[at : at + runs.length], offset)
+                else:
+                    self._put(data[at : at + runs.length], offset)
                 at += runs.length
-        self._written(name, box.size)
+        self._count(name, box.size)
 
     def sum_of(self, name: str) -> int:
         """Return the CRC-32 of a tensor's bytes: as they were written, or else as they are in the file."""
         entry = self.entries[name]
-        known = self._checksum.between(entry.begin, entry.end)
-        return crc_of(self._fd, entry.begin, entry.end) if known is None else known
+        if (known := self._checksum.between(entry.begin, entry.end)) is not None:
+            return known
+        seen = Checksum()  # of its own: what a killed process wrote may be written again
+        for _ in seen.read_gaps(self._fd, (entry.begin, entry.end)):
+            pass
+        return seen.of(entry.begin, entry.end)
 
     def take(self, name: str, crc: int) -> None:
         """Note that the file holds the whole tensor already, with this ``sum_of``."""
         entry = self.entries[name]
-        self._checksum.known(entry.begin, entry.nbytes, crc)
-        self._written(name, prod(entry.shape))
-
-    def _written(self, name: str, elements: int) -> None:
-        with self._lock:
-            self._missing[name] -= elements
+        self._checksum.note(entry.begin, entry.nbytes, crc)
+        self._count(name, prod(entry.shape))
 
     def sync(self) -> None:
         """Flush to the disk what was written so far."""
         with writing(self.path):
-            self._disk.sync(self._fd)
+            Disk().sync(self._fd)
 
     def close(self) -> Written:
         """Flush the file to the disk and return its size and checksum."""
@@ -119,45 +117,36 @@ class TensorWriter:
             raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {file_size:,} are there")
         for future in self._sums:
             future.result()
-        self._checksum.fill_gaps(self._fd, [(0, self.size)])
-        if gaps := self._checksum.gaps(self.size):
+        for _ in self._checksum.read_gaps(self._fd, (0, self.size)):
+            pass
+        if gaps := self._checksum.gaps(0, self.size):
             raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
-        crc = self._checksum.value(self.size)
         self.sync()
         self.abandon()
-        return Written(self.size, crc)
+        return Written(self.size, self._checksum.of(0, self.size))
 
     def abandon(self) -> None:
         """Close the file descriptor and leave the file as it is."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         if self._fd >= 0:
-            self._disk.close(self._fd)
+            os.close(self._fd)
             self._fd = -1
 
-    def _write(
-        self,
-        data: Bytes,
-        offset: int,
-        crc: int | None = None,
-        sum_now: bool = True,
-    ) -> None:
-        if not sum_now:
-            self._put(data, offset)
-        elif crc is not None:
-            self._checksum.add(offset, data.data, crc)
-            self._put(data, offset)
-        else:
-            for at in range(
-                0, data.size, _PIECE
-            ):  # the sum brings a piece into the cache, to be written from there
-                piece = data[at : at + _PIECE]
-                if self._pool is not None:
-                    self._sums.append(self._pool.submit(self._checksum.add, offset + at, piece.data))
-                else:
-                    self._checksum.add(offset + at, piece.data)
-                self._put(piece, offset + at)
+    def _count(self, name: str, elements: int) -> None:
+        with self._lock:
+            self._missing[name] -= elements
+
+    def _write(self, data: Bytes, offset: int) -> None:
+        """Sum up and write bytes that follow one another."""
+        for at in range(0, data.size, _PIECE):
+            piece = data[at : at + _PIECE]
+            if self._pool is not None:
+                self._sums.append(self._pool.submit(self._checksum.add, offset + at, piece.data))
+            else:
+                self._checksum.add(offset + at, piece.data)
+            self._put(piece, offset + at)
 
     def _put(self, data: Bytes, offset: int) -> None:
         with writing(self.path):
-            self._disk.write(self._fd, data.data, offset)
+            Disk().write(self._fd, data.data, offset)

@@ -155,8 +155,8 @@ class Journal(Generic[Record]):
     off there.
     """
 
-    def __init__(self, path: Path, record: type[Record], *, disk: Disk | None = None) -> None:
-        self._path, self._disk = path, disk or Disk()
+    def __init__(self, path: Path, record: type[Record]) -> None:
+        self._path = path
         self._adapter = TypeAdapter(record)
         self.records: list[Record] = []
         self._length = 0
@@ -167,12 +167,13 @@ class Journal(Generic[Record]):
         text = self._adapter.dump_json(record)
         line = text + b" %08x\n" % crc32(text)
         with writing(self._path):
-            fd = self._disk.reopen(self._path) if self._path.exists() else self._disk.create(self._path)
+            disk = Disk()
+            fd = disk.reopen(self._path) if self._path.exists() else disk.create(self._path)
             try:
-                self._disk.write(fd, memoryview(line), self._length)
-                self._disk.sync(fd)
+                disk.write(fd, memoryview(line), self._length)
+                disk.sync(fd)
             finally:
-                self._disk.close(fd)
+                os.close(fd)
         self._length += len(line)
         self.records.append(record)
 
@@ -210,10 +211,8 @@ class FinishedWork:
     thread calls it after every ``sync_interval`` bytes, while further work goes on.
     """
 
-    def __init__(
-        self, path: Path, sync: Callable[[], None], *, sync_interval: int = EVERY, disk: Disk | None = None
-    ):
-        self._journal = Journal(path, list[tuple[int, list[int]]], disk=disk)
+    def __init__(self, path: Path, sync: Callable[[], None], *, sync_interval: int = EVERY):
+        self._journal = Journal(path, list[tuple[int, list[int]]])
         self.done = {number: sums for record in self._journal.records for number, sums in record}
         self._sync, self._interval = sync, sync_interval
         self._pending: list[tuple[int, Callable[[], list[int]]]] = []

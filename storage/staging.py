@@ -24,7 +24,7 @@ from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
 from .leftovers import lock_output, make_parents, remove_empty
 from .output_places import IsOurs, check_free, check_output, check_output_file, nobodys
-from .safe_open import open_regular
+from .safe_open import read_small
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
 
@@ -32,11 +32,11 @@ _IDENTITY = re.compile(r"[0-9a-f]{16}")
 class Staging:
     """Hold an unfinished output, owned by one process. Others may write into ``directory`` too."""
 
-    def __init__(self, output: Path, directory: Path, lock: FileLock, disk: Disk, made: list[Path]):
+    def __init__(self, output: Path, directory: Path, lock: FileLock, made: list[Path]):
         self.output, self.directory = output, directory
         #: Whether a killed run of the same identity left files in ``directory``.
         self.goes_on = False
-        self._lock, self._disk, self._made = lock, disk, made
+        self._lock, self._made = lock, made
 
     @classmethod
     def begin(
@@ -47,7 +47,6 @@ class Staging:
         need: int = 0,
         identity: str | None = None,
         apart: bool = False,
-        disk: Disk | None = None,
     ) -> Staging:
         """Check that a directory ``output`` can be, lock it, and make the directory to write into.
 
@@ -57,44 +56,37 @@ class Staging:
         """
         output = Path(output)
         check_output(output, inputs=inputs, need=need, apart=apart)
-        return cls._begin(output, identity, disk or Disk(), lambda: check_free(output))
+        return cls._begin(output, identity, lambda: check_free(output))
 
     @classmethod
-    def begin_files(
-        cls,
-        output: Path,
-        check: Callable[[], None],
-        *,
-        identity: str | None = None,
-        disk: Disk | None = None,
-    ) -> Staging:
+    def begin_files(cls, output: Path, check: Callable[[], None], *, identity: str | None = None) -> Staging:
         """Begin, as ``begin`` does, files whose names begin with ``output``.
 
         ``check`` refuses names that are taken.
         """
         check()
-        return cls._begin(output, identity, disk or Disk(), check)
+        return cls._begin(output, identity, check)
 
     @classmethod
-    def _begin(cls, output: Path, identity: str | None, disk: Disk, check: Callable[[], None]) -> Staging:
+    def _begin(cls, output: Path, identity: str | None, check: Callable[[], None]) -> Staging:
         """Begin under the lock. ``check`` is called there once more: another process may have finished since
         its first call.
         """
         identity = secrets.token_hex(8) if identity is None else identity
         assert _IDENTITY.fullmatch(identity), identity
         with writing(output.parent):
-            made = make_parents(output.parent, disk)
+            made = make_parents(output.parent)
         directory = unfinished(output, identity)
-        staging = cls(output, directory, lock_output(output), disk, made)
+        staging = cls(output, directory, lock_output(output), made)
         try:
             check()
             with writing(directory):
                 for path in leftovers(output):  # we have the lock, so nobody is writing there
                     if path != directory:
-                        disk.remove_tree(path)
+                        Disk().remove_tree(path)
                 staging.goes_on = directory.exists()
                 if not staging.goes_on:
-                    disk.make_directory(directory)
+                    Disk().make_directory(directory)
         except BaseException:
             staging.leave()
             raise
@@ -106,17 +98,18 @@ class Staging:
         Every file in it must be on the disk by now. ``manifest`` is written last of all (a checkpoint's is
         one that a reader accepts: ``Manifest.accepted_bytes``).
         """
+        disk = Disk()
         if manifest is not None:
             fresh = self.directory / f"{MANIFEST}.tmp"
-            self._disk.write_file(fresh, manifest)
-            self._read_back(fresh, manifest)
-            with writing(self.directory / MANIFEST):
-                self._disk.rename(fresh, self.directory / MANIFEST)
+            disk.write_file(fresh, manifest)
+            if read_small(fresh, len(manifest)) != manifest:
+                raise DiskFailed(f"{fresh}: what was written cannot be read back")
+            _rename(fresh, self.directory / MANIFEST)
         with writing(self.directory):
-            self._disk.sync_directory(self.directory)
+            disk.sync_directory(self.directory)
         fault("commit.before_rename", rank=0)
         try:
-            self._disk.rename(self.directory, self.output)
+            disk.rename(self.directory, self.output)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise BadInput(self.output, expected="permission to rename", found="none") from None
@@ -126,8 +119,7 @@ class Staging:
             with writing(self.output):
                 raise
         fault("commit.after_rename", rank=0)
-        with writing(self.output.parent):
-            self._disk.sync_directory(self.output.parent)
+        self._sync_names()
         self._lock.remove()
 
     def publish_files(self, places: Mapping[str, Path]) -> None:
@@ -139,36 +131,28 @@ class Staging:
         *others, last = places
         try:
             for name in others:
-                self._put(name, places[name])
-            with writing(self.output.parent):
-                self._disk.sync_directory(self.output.parent)
-            self._put(last, places[last])
+                _rename(self.directory / name, places[name])
+            self._sync_names()
+            _rename(self.directory / last, places[last])
         except BaseException:
             if not places[last].exists():
                 for name in others:
                     places[name].unlink(missing_ok=True)
             raise
-        with writing(self.output.parent):
-            self._disk.sync_directory(self.output.parent)
-        self._disk.remove_tree(self.directory)
+        self._sync_names()
+        Disk().remove_tree(self.directory)
         self._lock.remove()
 
-    def _put(self, name: str, place: Path) -> None:
-        with writing(place):
-            self._disk.rename(self.directory / name, place)
-
-    def _read_back(self, path: Path, manifest: bytes) -> None:
-        """Refuse to commit unless the disk gives back what was written."""
-        with open_regular(path) as (fd, _):
-            if os.pread(fd, len(manifest) + 1, 0) != manifest:
-                raise DiskFailed(f"{path}: what was written cannot be read back")
+    def _sync_names(self) -> None:
+        with writing(self.output.parent):
+            Disk().sync_directory(self.output.parent)
 
     def abandon(self) -> None:
         """Remove what was written, folders made for it included, and give up the lock. What cannot be removed
         keeps its telling name. Does nothing after ``publish``.
         """
         if self._lock.fd >= 0:
-            self._disk.remove_tree(self.directory)
+            Disk().remove_tree(self.directory)
             self.leave()
 
     def leave(self) -> None:
@@ -176,6 +160,11 @@ class Staging:
         if self._lock.fd >= 0:
             self._lock.remove()
             remove_empty(self._made)
+
+
+def _rename(path: Path, place: Path) -> None:
+    with writing(place):
+        Disk().rename(path, place)
 
 
 @contextmanager
@@ -186,14 +175,13 @@ def staged(
     need: int = 0,
     identity: str | None = None,
     apart: bool = False,
-    disk: Disk | None = None,
 ) -> Iterator[Staging]:
     """Run ``Staging.begin`` as a context: an error that leaves it before ``publish`` leaves nothing behind.
 
     With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, so that the work can be
     continued.
     """
-    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, apart=apart, disk=disk)
+    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, apart=apart)
     try:
         yield staging
     except KeyboardInterrupt:

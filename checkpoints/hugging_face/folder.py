@@ -20,8 +20,8 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
-from .fp8 import block_size, scaled
-from .mxfp4 import unpacked
+from .fp8 import ScaledFile, block_size
+from .mxfp4 import UnpackedFile
 
 _MAX_INDEX = 32 << 20
 #: Ways to quantise, by transformers' names, whose files are known and not read.
@@ -109,14 +109,15 @@ def _plain(
 ) -> dict[str, TensorFile] | None:
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
     if packing.get("quant_method") == "mxfp4":
-        return unpacked(tensors, path)
+        return UnpackedFile(path, UnpackedFile.pairs(tensors, path)).among(tensors)
     if (method := packing.get("quant_method")) in _QUANTISED:
         todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
         raise BadInput(
             path / CONFIG, "quantization_config", expected="none, mxfp4 or fp8", found=method, todo=todo
         )
-    block = block_size(packing)
-    return None if block is None else scaled(tensors, path, block)
+    if (block := block_size(packing)) is None:
+        return None
+    return ScaledFile(path, ScaledFile.pairs(tensors, path), block).among(tensors)
 
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:

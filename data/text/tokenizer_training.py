@@ -155,10 +155,9 @@ def _write(folder: Path, model: bytes, model_type: str, template: str | None) ->
     }
     if template is not None:
         files["chat_template.jinja"] = template.encode()
-    disk = Disk()
-    with staged(folder, disk=disk) as staging:
+    with staged(folder) as staging:
         for name, content in files.items():
-            disk.write_file(staging.directory / name, content)
+            Disk().write_file(staging.directory / name, content)
         staging.publish()
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from ...parallel_state import BadInput, Box
-from ..dtypes import BITS, TORCH
+from ..dtypes import BITS
 from ..safe_open import open_regular
 from ..safetensors_header import Entry
-from ..safetensors_reader import TensorFile, fill, identity_of
-from ..strides import Runs, blocks, contiguous, runs_of
+from ..safetensors_reader import TensorFile, identity_of
+from ..strides import contiguous
 from .zip_entries import ZipEntry
 
 #: Elements that are read at once where the order of dims changes, few beside a block of a conversion.
@@ -97,11 +94,6 @@ class ViewFile(TensorFile):
         used = {stretch for view in self.views.values() if (stretch := self._stretch(view)) is not None}
         return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in used)
 
-    def state(self) -> tuple[str, object, str]:
-        """Return what identifies this content: besides ``TensorFile.state``, the sums in the file itself."""
-        path, identity, digest = super().state()
-        return path, identity, hashlib.sha256(f"{digest}{self.sums}".encode()).hexdigest()
-
     def extent(self, name: str) -> tuple[int, int]:
         """Return the first byte of the view, and the one after its last; views may share some."""
         return self.views[name].begin, self.views[name].stop
@@ -109,31 +101,6 @@ class ViewFile(TensorFile):
     def strides(self, name: str) -> tuple[int, ...]:
         """Return the view's own strides."""
         return self.views[name].strides
-
-    def _runs(self, name: str, box: Box) -> Iterator[Runs]:
-        view = self.views[name]
-        return runs_of(view.shape, box, view.itemsize, view.strides)
-
-    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the elements of view ``name`` in ``box`` (default: all); see ``TensorFile.read``."""
-        view = self.views[name]
-        box = Box.whole(view.shape) if box is None else box
-        dims = [dim for dim, count in enumerate(box.shape) if count > 1]
-        if not box.size or dims == sorted(dims, key=lambda dim: -view.strides[dim]):
-            return super().read(name, box, out)
-        out = torch.empty(box.shape, dtype=TORCH[view.dtype]) if out is None else out
-        order = sorted(range(len(box.shape)), key=lambda dim: -view.strides[dim])
-        shape, strides, start, stop = (
-            tuple(each[dim] for dim in order) for each in (view.shape, view.strides, box.start, box.stop)
-        )
-        turned, target = Box(start, stop), out.permute(order)
-        with self.opened() as fd:
-            for part in blocks(turned, _AT_ONCE):
-                piece = torch.empty(part.shape, dtype=out.dtype)
-                runs = runs_of(shape, part, view.itemsize, strides)
-                fill(fd, self.path, name, view.begin, runs, piece.reshape(-1).view(torch.uint8).numpy())
-                target[part.within(turned).slices] = piece
-        return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from support.damage import flip_bit
@@ -70,17 +71,14 @@ def test_it_forgets_what_is_not_so(path):
 
 def test_a_record_is_on_the_disk_when_it_was_added(tmp_path):
     calls = []
-
-    class Watched(Disk):
-        def write(self, fd, data, offset):
-            super().write(fd, data, offset)
-            calls.append("write")
-
-        def sync(self, fd):
-            super().sync(fd)
-            calls.append("sync")
-
-    Journal(tmp_path / "journal", Mark, disk=Watched()).add(Mark(1))
+    watched = {
+        name: lambda disk, *arguments, name=name, real=getattr(Disk, name): (
+            calls.append(name) or real(disk, *arguments)
+        )
+        for name in ("write", "sync")
+    }
+    with mock.patch.multiple(Disk, **watched):
+        Journal(tmp_path / "journal", Mark).add(Mark(1))
     assert calls == ["write", "sync"]
 
 

@@ -6,9 +6,11 @@ import errno
 import os
 import signal
 from collections import namedtuple
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,14 +27,12 @@ from trilith.storage.staging import Staging, staged
 from trilith.storage.strict_json import StoredFile
 
 
-def save(output, value, disk=None):
+def save(output, value):
     """Write a checkpoint of two files, as a training run would."""
-    with staged(output, disk=disk) as staging:
+    with staged(output) as staging:
         files, tensors = [], {}
         for i in range(2):
-            writer = TensorWriter(
-                staging.directory / f"{i}.safetensors", {f"w{i}": ("F32", (64,))}, disk=disk
-            )
+            writer = TensorWriter(staging.directory / f"{i}.safetensors", {f"w{i}": ("F32", (64,))})
             try:
                 writer.write(f"w{i}", Box((0,), (32,)), torch.full((32,), value))
                 writer.write(f"w{i}", Box((32,), (64,)), torch.full((32,), value))
@@ -100,18 +100,18 @@ def test_G24_names_of_every_kind(tmp_path, name):
 # ---- failures on the way ----
 
 
-class Failing(Disk):
-    """Act as a disk on which one of the calls fails."""
+@contextmanager
+def failing(method, code, after=0):
+    """Let a call of the disk fail, after so many that do not."""
+    calls, real = count(), getattr(Disk, method)
 
-    def __init__(self, method, code, after=0):
-        self.method, self.code, self.left = method, code, after
+    def call(disk, *arguments):
+        if next(calls) == after:
+            raise OSError(code, os.strerror(code))
+        return real(disk, *arguments)
 
-    def __getattribute__(self, name):
-        if name == object.__getattribute__(self, "__dict__").get("method"):
-            if self.left == 0:
-                raise OSError(self.code, os.strerror(self.code))
-            self.left -= 1
-        return super().__getattribute__(name)
+    with mock.patch.object(Disk, method, call):
+        yield
 
 
 @pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "rename"])
@@ -122,7 +122,8 @@ class Failing(Disk):
 def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after, code):
     save(tmp_path / "step-00000001", 1.0)
     try:
-        save(tmp_path / "step-00000002", 2.0, Failing(method, code, after))
+        with failing(method, code, after):
+            save(tmp_path / "step-00000002", 2.0)
     except DiskFailed as error:
         assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
     newest = newest_checkpoint(tmp_path)
@@ -137,8 +138,8 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after
 @pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "make_directory", "rename"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_failure_removes_the_folders_that_were_made_for_it(tmp_path, method, after):
-    with suppress(DiskFailed):
-        save(tmp_path / "new" / "newer" / "step-00000002", 2.0, Failing(method, errno.ENOSPC, after))
+    with suppress(DiskFailed), failing(method, errno.ENOSPC, after):
+        save(tmp_path / "new" / "newer" / "step-00000002", 2.0)
         return  # it needed fewer of these
     assert [*tmp_path.iterdir()] == [] or read(tmp_path / "new" / "newer" / "step-00000002") == 2.0
 
@@ -153,8 +154,8 @@ def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_
 
 
 def test_G23_no_permission_to_rename(tmp_path):
-    with pytest.raises(BadInput, match="permission to rename"):
-        save(tmp_path / "out", 1.0, Failing("rename", errno.EACCES, after=1))
+    with pytest.raises(BadInput, match="permission to rename"), failing("rename", errno.EACCES, after=1):
+        save(tmp_path / "out", 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -251,12 +252,8 @@ def test_folders_that_were_made_for_an_output_go_with_it(tmp_path):
 def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path):
     save(tmp_path / "step-00000001", 1.0)
     save(tmp_path / "step-00000002", 2.0)
-
-    class Lazy(Disk):
-        def remove_tree(self, path):
-            (path / "0.safetensors").unlink()
-
-    remove_checkpoint(tmp_path / "step-00000002", Lazy())
+    with mock.patch.object(Disk, "remove_tree", lambda disk, path: (path / "0.safetensors").unlink()):
+        remove_checkpoint(tmp_path / "step-00000002")
     assert newest_checkpoint(tmp_path).directory.name == "step-00000001"
     assert len([*tmp_path.iterdir()]) == 2
     clear_unfinished(tmp_path)
@@ -280,27 +277,32 @@ class Directory:
     durable: dict[str, File | Directory] = field(default_factory=dict)
 
 
-class Recorder(Disk):
-    """Call the real disk, and log every call."""
+CALLS = ("create", "write", "sync", "sync_directory", "make_directory", "rename")
 
-    CALLS = ("create", "write", "sync", "sync_directory", "make_directory", "rename")
 
-    def __init__(self):
-        self.log, self.paths = [], {}
+@contextmanager
+def recorded():
+    """Yield the calls of the disk, as they come."""
+    log, paths = [], {}
 
-    def __getattribute__(self, name):
-        method = super().__getattribute__(name)
+    def recording(name):
+        real = getattr(Disk, name)
 
-        def call(first, *rest):
-            done = method(first, *rest)
+        def call(disk, first, *rest):
+            done = real(disk, first, *rest)
             if name == "create":
-                self.paths[done] = first
+                paths[done] = first
             if name == "write":
                 rest = bytes(rest[0]), rest[1]
-            self.log.append((name, self.paths.get(first, first), *rest))
+            log.append((name, paths.get(first, first), *rest))
             return done
 
-        return call if name in Recorder.CALLS else method
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(Disk, name, recording(name))
+        yield log
 
 
 class Model:
@@ -376,13 +378,13 @@ def check_crashes(root, log, scratch, old_calls):
 
 def two_saves(root, scratch):
     """Return the calls of the disk by which two checkpoints were saved, and how many were of the first."""
-    disk = Recorder()
     root.mkdir()
     scratch.mkdir()
-    save(root / "step-00000001", 1.0, disk)
-    old_calls = len(disk.log)
-    save(root / "step-00000002", 2.0, disk)
-    return disk.log, old_calls
+    with recorded() as log:
+        save(root / "step-00000001", 1.0)
+        old_calls = len(log)
+        save(root / "step-00000002", 2.0)
+    return log, old_calls
 
 
 def test_every_crash_reads_as_old_or_new(tmp_path):
