@@ -3,8 +3,9 @@
 Rank 0 does both in threads, because no rank should wait for thousands of files or for a network.
 """
 
-import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,7 +14,7 @@ from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
 from ..storage.disk import Hold, hold, nobody_reads
 from ..storage.file_names import DAMAGED, set_aside_name
 from ..storage.leftovers import remove_checkpoint
-from .find import complete_checkpoints, step_directory, step_of
+from .find import complete_checkpoints, good_manifests, step_directory, step_of
 from .manifest import Manifest
 from .mirror import Mirror
 
@@ -21,45 +22,37 @@ T = TypeVar("T")
 
 
 class LatestOnly(Generic[T]):
-    """Call ``work`` in a thread with the item that was last given to ``begin``.
+    """Call ``work`` in a thread with the latest of what is given to ``begin``.
 
-    Items that are given while the thread works must wait; only the latest of them is used. ``work`` must not
-    raise.
+    What is given while the thread works must wait, and only the latest of it is used. ``work`` must not
+    raise. A program that just ends waits for it.
     """
 
     def __init__(self, name: str, work: Callable[[T], None]) -> None:
-        self._name, self._work = name, work
-        self._lock = threading.Lock()
-        self._next: list[T] = []
-        self._thread: threading.Thread | None = None
+        self._thread, self._work = ThreadPoolExecutor(1, name), work
+        self._waiting = deque[T](maxlen=1)
+        self._last: Future[None] | None = None
 
-    def begin(self, item: T) -> None:
-        """Begin the work on ``item``; if the thread is busy, make it the next item. Returns at once."""
-        with self._lock:
-            self._next = [item]
-            if self._thread is not None and self._thread.is_alive():
-                return  # it looks once more before it ends
-            # Not a daemon: a program that just ends waits for it.
-            thread = threading.Thread(target=self._run, name=self._name)
-            thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
-            self._thread = thread
+    def begin(self, latest: T) -> None:
+        """Begin the work on this; if the thread is busy, let it be the next. Returns at once."""
+        self._waiting.append(latest)
+        self._last = self._thread.submit(self._run)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is left to do, at most this many seconds."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
+        if self._last is not None:
+            wait([self._last], timeout)
+
+    def close(self, *, wait: bool) -> None:
+        """End the thread when nothing is left to do; ``wait`` until then."""
+        self._thread.shutdown(wait=wait)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._next:
-                    self._thread = None
-                    return
-                item = self._next.pop()
-            self._work(item)
-            del item  # with what it holds
+        try:
+            latest = self._waiting.pop()
+        except IndexError:  # the call before took it
+            return
+        self._work(latest)
 
 
 class AfterCommit:
@@ -79,9 +72,8 @@ class AfterCommit:
 
     def resume(self) -> None:
         """Begin to copy the newest checkpoint, in case the run was killed between its commit and its copy."""
-        if self._root.is_dir():
-            for path in complete_checkpoints(self._root)[-1:]:
-                self._begin_copy(path)
+        for path in complete_checkpoints(self._root)[-1:]:
+            self._begin_copy(path)
 
     def begin(self, step: int) -> None:
         """Begin to copy the checkpoint of ``step``, just committed, and to delete old ones; return at
@@ -97,6 +89,11 @@ class AfterCommit:
         if self.mirror is not None and self._committed is not None:
             self._retention.begin(self._committed)  # of what was held while it was copied
         self._retention.wait(timeout)
+
+    def close(self, *, wait: bool) -> None:
+        """End both threads when nothing is left to do; ``wait`` until then."""
+        self._copying.close(wait=wait)
+        self._retention.close(wait=wait)
 
     def _begin_copy(self, path: Path) -> None:
         if self.mirror is not None:
@@ -139,23 +136,14 @@ def delete_old(root: Path, keep: int, step: int) -> list[Path]:
     """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
 
     One whose manifest is damaged does not count and stays, and so does one that claims to be newer. One that
-    is being read stays for now; these are returned. Other files than manifests are not looked at: this is
-    done at each save, and a checkpoint has a file of each rank.
+    is being read stays for now; these are returned.
     """
-    good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
+    good = [path for path, _ in good_manifests(root) if step_of(path) <= step]
     read = []
-    for old in good[:-keep]:
+    for old in reversed(good[keep:]):
         with nobody_reads(old) as free:
             if free:
                 remove_checkpoint(old)
             else:
                 read.append(old)
     return read
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        Manifest.load(path, whole=False)
-    except BadCheckpoint:
-        return False
-    return True

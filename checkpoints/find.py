@@ -10,8 +10,10 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
@@ -28,6 +30,7 @@ from .manifest import Damaged, Manifest
 STRICT: ContextVar[bool] = ContextVar("strict", default=False)
 #: A run that saves meanwhile deletes what was just found; each time there is a newer one.
 _TRIES = 100
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,43 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(directory: Path | str) -> int:
+    """Return the step of a run's checkpoint, from its directory's name."""
+    return int(Path(directory).name.removeprefix("step-"))
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints in ``root`` that have a manifest, by step; unfinished ones have none."""
-    names = (path for path in root.iterdir() if STEP_NAME.fullmatch(path.name))
+    names = (path for path in (root.iterdir() if root.is_dir() else ()) if STEP_NAME.fullmatch(path.name))
     return sorted((path for path in names if (path / MANIFEST).exists()), key=step_of)
 
 
-def step_of(directory: Path) -> int:
-    """Return the step of a run's checkpoint, from its directory's name."""
-    return int(directory.name.removeprefix("step-"))
+def good_manifests(root: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the checkpoints in ``root`` whose manifest is good, with it, the newest first.
+
+    No other file is looked at: this is done at each save, and a checkpoint has a file of each rank.
+    """
+    for path in reversed(complete_checkpoints(root)):
+        with suppress(BadCheckpoint):
+            yield path, Manifest.load(path, whole=False)
+
+
+def first_whole(names: Iterable[str], attempt: Callable[[str], T | None]) -> tuple[str, T | None, list[str]]:
+    """Return the first of these checkpoints that is whole, what ``attempt`` gives for it (``None`` passes it
+    over in silence), and a line about each before it that is not, which ``STRICT`` refuses.
+    """
+    passed_over: list[str] = []
+    for name in names:
+        try:
+            opened = attempt(name)
+        except BadCheckpoint as error:
+            if STRICT.get():
+                raise
+            passed_over.append(f"passed over: {error}")
+            continue
+        if opened is not None:
+            return name, opened, [f"{line}; using {name}" for line in passed_over]
+    return "", None, passed_over
 
 
 def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
@@ -104,10 +135,37 @@ def folder_of_steps(folder: Path) -> Path:
     return inside if holds_steps(inside) and not holds_steps(folder) else folder
 
 
+def _newest(root: Path, whole: bool) -> Found:
+    names = [path.name for path in root.iterdir() if path.is_dir()]
+    steps = sorted(
+        (name for name in names if STEP_NAME.fullmatch(name)), key=lambda name: (step_of(name), name)
+    )
+    for name, other in pairwise(steps):
+        if step_of(name) == step_of(other):  # as step-00000005 and step-5: nobody knows which is meant
+            expected, todo = "one directory", "Move all but one of them to another place"
+            key = f"step {step_of(name)}"
+            raise BadCheckpoint(root, key, expected=expected, found=f"{name}, {other}", todo=todo)
+
+    def attempt(name: str) -> Found | None:
+        try:
+            return open_checkpoint(root / name, whole=whole)
+        except BadCheckpoint:
+            if (root / name).is_dir():
+                raise
+            return None  # a run deleted it meanwhile
+
+    _, checkpoint, passed_over = first_whole(reversed(steps), attempt)
+    if checkpoint is not None:
+        return replace(checkpoint, passed_over=tuple(passed_over))
+    unfinished = sorted(name for name in names if finished_name(name) is not None)
+    seen = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
+    raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")
+
+
 def steps_at(folder: RemoteFolder) -> list[str]:
-    """Return the names of the checkpoints in a folder at an address, by step."""
+    """Return the names of the checkpoints in a folder at an address, the newest first."""
     names = (name for name, size in folder.sizes().items() if size is None and STEP_NAME.fullmatch(name))
-    return sorted(names, key=lambda name: step_of(Path(name)))
+    return sorted(names, key=step_of, reverse=True)
 
 
 def whole_copy(folder: RemoteFolder, name: str) -> Manifest:
@@ -125,37 +183,18 @@ def whole_copy(folder: RemoteFolder, name: str) -> Manifest:
     return manifest
 
 
-def passing_over(error: BadCheckpoint) -> str:
-    """Return a line about a checkpoint that is not whole; ``STRICT`` refuses it."""
-    if STRICT.get():
-        raise error
-    return f"passed over: {error}"
-
-
-def _newest(root: Path, whole: bool) -> Found:
-    names = [path.name for path in root.iterdir() if path.is_dir()]
-    steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
-    for (step, name), (next_step, other) in pairwise(steps):
-        if step == next_step:  # such as step-00000005 and step-5: nobody knows which of them is meant
-            raise BadCheckpoint(
-                root,
-                f"step {step}",
-                expected="one directory",
-                found=f"{name}, {other}",
-                todo="Move all but one of them to another place",
-            )
-    passed_over: list[str] = []
-    for _, name in reversed(steps):
-        try:
-            checkpoint = open_checkpoint(root / name, whole=whole)
-        except BadCheckpoint as error:
-            if (root / name).is_dir():  # else a run deleted it meanwhile
-                passed_over.append(passing_over(error))
-            continue
-        return replace(checkpoint, passed_over=tuple(f"{line}; using {name}" for line in passed_over))
-    unfinished = sorted(name for name in names if finished_name(name) is not None)
-    seen = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
-    raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")
+def newest_at(url: str) -> tuple[str, list[str]]:
+    """Return the URL of the newest whole checkpoint of a run at a URL, and a line about each newer one, which
+    ``STRICT`` refuses; other URLs as they are.
+    """
+    for place in (url, f"{url.rstrip('/')}/{CHECKPOINTS}"):
+        folder = RemoteFolder(place)
+        name, _, passed_over = first_whole(steps_at(folder), partial(whole_copy, folder))
+        if name:
+            return f"{folder.url}/{name}", passed_over
+        if passed_over:
+            raise BadCheckpoint(url, expected="a complete checkpoint", found="; ".join(passed_over))
+    return url, []
 
 
 def local_folder(name: str | Path) -> Path:
@@ -171,24 +210,6 @@ def local_folder(name: str | Path) -> Path:
     url, passed_over = newest_at(url)
     warn_of(passed_over)
     return fetched(url, lambda file: any(fnmatch(file, pattern) for pattern in FILES))
-
-
-def newest_at(url: str) -> tuple[str, list[str]]:
-    """Return the URL of the newest whole checkpoint of a run at a URL, and a line about each newer one, which
-    ``STRICT`` refuses; other URLs as they are.
-    """
-    for place in (url, f"{url.rstrip('/')}/{CHECKPOINTS}"):
-        folder, passed_over = RemoteFolder(place), list[str]()
-        for name in steps_at(folder)[::-1]:
-            try:
-                whole_copy(folder, name)
-            except BadCheckpoint as error:
-                passed_over.append(passing_over(error))
-                continue
-            return f"{folder.url}/{name}", [f"{line}; using {name}" for line in passed_over]
-        if passed_over:
-            raise BadCheckpoint(url, expected="a complete checkpoint", found="; ".join(passed_over))
-    return url, []
 
 
 def newest_of_run(
@@ -228,17 +249,16 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
     checkpoints: list[Found] = []
 
     def look() -> str:
+        chosen, passed_over = str(path), list[str]()
         if state.rank:
-            return str(path)
+            return chosen
         if (url := as_url(path)) is not None:
             chosen, passed_over = newest_at(url)
-        elif holds_steps(folder := folder_of_steps(Path(path))) and opened is not None:
-            chosen, passed_over = str(opened), []  # warned of when it was opened
-        elif holds_steps(folder):
+        elif holds_steps(folder := folder_of_steps(Path(path))):
+            if opened is not None:
+                return str(opened)  # warned of when it was opened
             checkpoints.append(newest_checkpoint(folder))
             chosen, passed_over = str(checkpoints[0].directory), [*checkpoints[0].passed_over]
-        else:
-            chosen, passed_over = str(path), []
         warn_of(passed_over)
         return chosen
 
@@ -252,22 +272,11 @@ def damaged(where: object, key: object = None, *, expected: object, found: objec
     It names the newest complete checkpoint of the run with fewer steps, and how to go on from it. Nothing but
     the manifest of that one is read: it is verified when it is used.
     """
-    error = Damaged(where, key, expected=expected, found=found, todo=todo)
-    older = _newest_before(error.checkpoint)
-    if older is None:
-        return error
-    move = shlex.join(["mv", "--", str(error.checkpoint), str(set_aside_name(error.checkpoint, DAMAGED))])
-    complete = f"The newest complete checkpoint before it is {older}"
-    todo = f"{todo}. {complete}: after `{move}` the same command goes on from it"
-    return Damaged(where, key, expected=expected, found=found, todo=todo.lstrip(". "))
-
-
-def _newest_before(checkpoint: Path) -> Path | None:
-    if STEP_NAME.fullmatch(checkpoint.name) is None:
-        return None
-    for path in reversed(complete_checkpoints(checkpoint.parent)):
-        if step_of(path) < step_of(checkpoint):
-            with suppress(BadCheckpoint):
-                Manifest.load(path, whole=False)
-                return path
-    return None
+    checkpoint = Damaged(where).checkpoint
+    if STEP_NAME.fullmatch(checkpoint.name):
+        steps = (path for path, _ in good_manifests(checkpoint.parent) if step_of(path) < step_of(checkpoint))
+        if (older := next(steps, None)) is not None:
+            move = shlex.join(["mv", "--", str(checkpoint), str(set_aside_name(checkpoint, DAMAGED))])
+            complete = f"The newest complete checkpoint before it is {older}"
+            todo = f"{todo}. {complete}: after `{move}` the same command goes on from it".lstrip(". ")
+    return Damaged(where, key, expected=expected, found=found, todo=todo)

@@ -21,7 +21,7 @@ from .lora import base_for, check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
 from .manifest_checks import Progress, check_progress
 from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
-from .rank_files import stored_parts
+from .rank_files import places, stored_parts
 from .source import Source, read_source
 from .stored_tensor import check_same_shapes
 from .user_module_family import Described
@@ -158,7 +158,7 @@ def load_source(source: Source, model: nn.Module, state: ParallelState | None = 
 
 def _fill_from(source: Source, model: nn.Module, state: ParallelState) -> None:
     (stated,) = source.described.declarations()
-    for name, tensor, box in stored_parts(model, state):
+    for name, tensor, box in stored_parts(places(model, state)):
         if name in stated:
             fill(tensor, source.ours[name].read(box))
 
@@ -182,9 +182,8 @@ def _check_same(source: Source, described: Described) -> None:
     if described.module is not None:
         if source.manifest is not None:  # else the folder was read against them
             wanted = {name: declaration.shape for name, declaration in described.declarations()[0].items()}
-            shapes = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
             todo = "It is a checkpoint of another module"
-            check_same_shapes(source.path, wanted, shapes, what="parameter", todo=todo)
+            check_same_shapes(source.path, wanted, source.manifest.shapes(), what="parameter", todo=todo)
         return
     family, stored = described.family, source.described
     if stored.model_type != family.model_type:
@@ -268,7 +267,7 @@ def _restore_optimizer(
     assert manifest is not None, source.path
     restore_state(model, optimizer, manifest.optimizer or adamw(memory))
     for moment in manifest.moments:
-        for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+        for name, tensor, box in stored_parts(places(model, state), moment_of(optimizer, moment)):
             if name in manifest.frozen:
                 raise BadCheckpoint(
                     source.path,

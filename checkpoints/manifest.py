@@ -21,7 +21,7 @@ from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ..storage.strict_json import Count, StoredFile, StrictRecord, parse_object, shown
 from ..system import counted
-from .optimizer_state import MOMENTS, StoredOptimizer
+from .optimizer_state import MOMENT_PREFIX, MOMENTS, StoredOptimizer
 from .stored_tensor import StoredTensor
 from .user_module_family import StoredModule
 
@@ -207,6 +207,14 @@ class Manifest(StrictRecord):
             raise BadCheckpoint(
                 directory, expected=f"only files that {MANIFEST} names", found=stray, todo=todo
             )
+
+    def shapes(self, *, moments: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights, or of the moments, by name."""
+        return {
+            name: tensor.shape
+            for name, tensor in self.tensors.items()
+            if name.startswith(MOMENT_PREFIX) == moments
+        }
 
     @property
     def numbers(self) -> dict[int, int]:

@@ -13,11 +13,11 @@ from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation
 from ..storage.file_names import MANIFEST
 from ..storage.files_beside_weights import check_companion
 from ..storage.strict_json import Count, StrictRecord, shown
-from .find import complete_checkpoints
+from .find import good_manifests
 from .manifest import Manifest
 from .optimizer_state import moment_name
 from .source import Source
-from .stored_tensor import check_same_shapes
+from .stored_tensor import check_same_shapes, first_difference
 
 #: Levels of lists and objects inside one another; readers of JSON give up at some two hundred.
 DEEPEST = 100
@@ -100,8 +100,7 @@ def check_model(source: Source) -> None:
     except ValidationError as bad:
         raise from_validation(where, bad, spelled="adapter.lora.{}".format, kind=BadCheckpoint) from None
     wanted = {name: declaration.shape for name, declaration in stated.items()}
-    shapes = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
-    check_same_shapes(where, wanted, shapes)
+    check_same_shapes(where, wanted, manifest.shapes())
     trained = [
         name for name, declaration in stated.items() if not declaration.buffer and name not in manifest.frozen
     ]
@@ -189,10 +188,8 @@ def check_moments(manifest: Manifest, trained: Collection[str], where: object) -
         for name in trained
         if name not in without
     }
-    shapes = {
-        name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith("optimizer.")
-    }
-    check_same_shapes(where, wanted, shapes, todo=f"The checkpoint is one of kind {manifest.kind!r}")
+    todo = f"The checkpoint is one of kind {manifest.kind!r}"
+    check_same_shapes(where, wanted, manifest.shapes(moments=True), todo=todo)
 
 
 def check_same_tensors(root: Path, manifest: Manifest) -> None:
@@ -200,33 +197,16 @@ def check_same_tensors(root: Path, manifest: Manifest) -> None:
 
     Retention would count them among this model's checkpoints, and delete them.
     """
-    for path in complete_checkpoints(root)[::-1] if root.is_dir() else []:
-        try:
-            other = Manifest.load(path, whole=False)
-        except BadCheckpoint:
-            continue
+    for path, other in good_manifests(root):
         check_same_model(path, other, manifest)
-        return
 
 
 def check_same_model(where: object, other: Manifest, manifest: Manifest) -> None:
     """Refuse a place that holds a checkpoint of a model other than the manifest's."""
-    wanted, there = _tensors(manifest), _tensors(other)
-    if there != wanted:
-        name = min(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n))
-        expected = f"{name} of shape {wanted[name]}" if name in wanted else f"no {name}"
+    if (difference := first_difference(manifest.shapes(), other.shapes())) is not None:
+        name, wanted, there = difference
+        expected = f"no {shown(name)}" if wanted is None else f"{shown(name)} of shape {[*wanted]}"
         raise BadInput(
-            where,
-            expected=f"a checkpoint of the same model as the one to be saved, with {expected}",
-            found=f"one of shape {there[name]}" if name in there else "none",
-            todo="Choose another folder",
-        )
-
-
-def _tensors(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the weights' names, made safe for a message, and their shapes."""
-    return {
-        shown(name): [*tensor.shape]
-        for name, tensor in manifest.tensors.items()
-        if not name.startswith("optimizer.")
-    }
+            where, expected=f"a checkpoint of the same model as the one to be saved, with {expected}",
+            found="none" if there is None else f"one of shape {[*there]}", todo="Choose another folder",
+        )  # fmt: skip

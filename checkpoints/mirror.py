@@ -8,6 +8,7 @@ checkpoint. When a copy is deleted, its manifest is deleted first.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, BadInput, ParallelState
@@ -18,7 +19,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
 from ..storage.strict_json import StoredFile
-from .find import complete_checkpoints, damaged, passing_over, step_of, steps_at, whole_copy
+from .find import complete_checkpoints, damaged, first_whole, step_of, steps_at, whole_copy
 from .manifest import MAX_BYTES, Damaged, Manifest
 from .manifest_checks import check_same_model
 
@@ -40,23 +41,22 @@ class Mirror:
         """Refuse an unfit place, before the run begins; raises ``BadInput``.
 
         A place is unfit if it is inside ``root`` or contains it, if it cannot be written to,
-        if its newest whole copy is of another model, or if it has any checkpoint while ``root`` has none.
+        if it has a whole copy of another model, or if it has any checkpoint while ``root`` has none.
         """
         url, local = self.folder.url, self.folder.local
         if local is not None:
             check_outside(local, [root])
             place, run = (Path(os.path.realpath(each)) for each in (local, root))
-            if run in (place, *place.parents):  # check_outside sees no folder that is not there yet
-                raise BadInput(url, expected="a place outside the run's folder", found="one in it")
-            if place in run.parents:
-                raise BadInput(url, expected="a place outside the run's folder", found="one around it")
-        new = not (root.is_dir() and complete_checkpoints(root))
-        for name in steps_at(self.folder)[::-1]:
+            inside = run in (place, *place.parents)  # check_outside sees no folder that is not there yet
+            if inside or place in run.parents:
+                actual = "one in it" if inside else "one around it"
+                raise BadInput(url, expected="a place outside the run's folder", found=actual)
+        new = not complete_checkpoints(root)
+        for name in steps_at(self.folder):
             if new:
                 raise BadInput(url, expected="no checkpoints", found=name, todo=_TODO)
             if (other := self._good(name)) is not None:
                 check_same_model(f"{url}/{name}", other, manifest)
-                break
         self.folder.write(_TRIAL, b"trilith")
         self.folder.remove(_TRIAL)
 
@@ -88,22 +88,19 @@ class Mirror:
         process is killed, at any point, ``root`` has the whole checkpoint or none. Raises ``RemoteFailed``,
         and ``BadInput`` if the disk is too small.
         """
-        passed_over: list[str] = []
-        for name in steps_at(self.folder)[::-1]:
-            raw = self.folder.read(f"{name}/{MANIFEST}")
-            try:
-                manifest = whole_copy(self.folder, name)
-                files = (*manifest.files, *manifest.companions)
-                manifest.check_place(root / name)
-                with staged(root / name, need=sum(file.size for file in files)) as staging:
-                    for file in files:
-                        self._bring(f"{name}/{file.name}", staging.directory / file.name, file)
-                    staging.publish(raw)
-            except BadCheckpoint as error:
-                passed_over.append(passing_over(error))
-                continue
-            return root / name, [f"{line}; using {name}" for line in passed_over]
-        return None, passed_over
+
+        def attempt(name: str) -> Path:
+            raw, manifest = self.folder.read(f"{name}/{MANIFEST}"), whole_copy(self.folder, name)
+            files = (*manifest.files, *manifest.companions)
+            manifest.check_place(root / name)
+            with staged(root / name, need=sum(file.size for file in files)) as staging:
+                for file in files:
+                    self._bring(f"{name}/{file.name}", staging.directory / file.name, file)
+                staging.publish(raw)
+            return root / name
+
+        _, path, lines = first_whole(steps_at(self.folder), attempt)
+        return path, lines
 
     def _bring(self, name: str, target: Path, file: StoredFile) -> None:
         crc = self.folder.fetch(name, target)
@@ -118,12 +115,12 @@ class Mirror:
 
     def _retain(self, step: int) -> None:
         """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""
-        names = [name for name in steps_at(self.folder) if step_of(Path(name)) <= step]
+        names = [name for name in steps_at(self.folder) if step_of(name) <= step]
         for name in names:
             if MANIFEST not in self.folder.sizes(name):
                 self._remove(name)
         good = [name for name in names if self._good(name) is not None]
-        for name in good[: -self._keep]:
+        for name in reversed(good[self._keep :]):
             self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -133,10 +130,9 @@ class Mirror:
 
     def _good(self, name: str) -> Manifest | None:
         """Return the manifest of a copy whose files are all there, with their sizes."""
-        try:
+        with suppress(BadCheckpoint):
             return whole_copy(self.folder, name)
-        except BadCheckpoint:
-            return None
+        return None
 
 
 def restore_if_none(
@@ -148,7 +144,7 @@ def restore_if_none(
     """
 
     def work() -> list[str]:
-        if state.rank or (root.is_dir() and complete_checkpoints(root)):
+        if state.rank or complete_checkpoints(root):
             return []
         path, messages = Mirror(RemoteFolder(url), keep=1).restore(root)
         return [*messages, f"no checkpoint in {url}" if path is None else f"restored {path} from {url}"]

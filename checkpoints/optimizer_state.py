@@ -5,7 +5,7 @@ the optimizer's class, its moments and its numbers (``StoredOptimizer``).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -19,11 +19,16 @@ from ..storage.strict_json import StrictRecord
 
 #: AdamW's running means of the gradient and of its square; each lies exactly as its parameter does.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: How the names of moments begin in a checkpoint.
+MOMENT_PREFIX = "optimizer."
 #: The options of torch's optimizers that need a moment, which a run without the option has not kept.
 _NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 _SHAPES = "tensors of the parameter's shape and dtype, and single numbers"
-#: A parameter's numbers (dtype and value) and moments (``None``), by their names.
-Kept = dict[str, tuple[str, float] | None]
+_ANEW = "Leave the optimizer out to begin anew from these weights"
+#: A number (its dtype and value), or ``None`` for a moment.
+Entry = tuple[str, float] | None
+#: Among a parameter's entries, the name of its learning rate: no name that an optimizer keeps something by.
+_RATE = ""
 
 
 def _number_type(name: str) -> str:
@@ -57,7 +62,7 @@ class StoredOptimizer(StrictRecord):
 
 def moment_name(moment: str, parameter: str) -> str:
     """Return the checkpoint's name of an optimizer moment."""
-    return f"optimizer.{moment}.{parameter}"
+    return f"{MOMENT_PREFIX}{moment}.{parameter}"
 
 
 def adamw(memory: Mapping[str, Any]) -> StoredOptimizer:
@@ -83,52 +88,52 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
     Raises ``BadInput`` for an option that needs a moment which was not kept, and for a group of parameters
     that had several learning rates.
     """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if stored.lr is not None:
-        _restore_rates(model, optimizer, stored.lr)
+        names = {parameter: name for name, parameter in trained.items()}
+        for group in optimizer.param_groups:
+            _restore_rate(group, [names[each] for each in group["params"] if each in names], stored.lr)
     options = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter not in options or not parameter.requires_grad:
+    for name, parameter in trained.items():
+        if parameter not in options:
             continue
-        parameter_state: dict[str, Any] = {}
         device = local_data(parameter).device
-        for key, number in stored.numbers.items():
-            if (value := number.of.get(name, number.value)) is not None:
-                parameter_state[key] = _restored(number.dtype, value, device)
-        for moment, without in stored.moments.items():
-            if name not in without:
-                parameter_state[moment] = torch.zeros_like(parameter, requires_grad=False)
+        numbers = {key: number.of.get(name, number.value) for key, number in stored.numbers.items()}
+        parameter_state = {
+            key: _restored(stored.numbers[key].dtype, value, device)
+            for key, value in numbers.items()
+            if value is not None
+        } | {
+            moment: torch.zeros_like(parameter, requires_grad=False)
+            for moment, without in stored.moments.items()
+            if name not in without
+        }
         for option, moment in _NEEDED.items():
             if parameter_state and options[parameter].get(option) and moment not in parameter_state:
                 raise BadInput(
                     "load", f"optimizer.{option}", expected=f"off, as the checkpoint has no {moment}",
-                    found=options[parameter][option],
-                    todo="Leave the optimizer out to begin anew from these weights",
+                    found=options[parameter][option], todo=_ANEW,
                 )  # fmt: skip
         optimizer.state.pop(parameter, None)
         if parameter_state:
             optimizer.state[parameter] = parameter_state
 
 
-def _restore_rates(model: nn.Module, optimizer: torch.optim.Optimizer, lr: StoredNumber) -> None:
-    """Give each group the learning rate that its parameters had."""
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for group in optimizer.param_groups:
-        rates: dict[float, str] = {}
-        for name in (names[each] for each in group["params"] if each in names):
-            if (rate := lr.of.get(name, lr.value)) is not None:
-                rates.setdefault(rate, name)
-        if len(rates) > 1:
-            (rate, name), (other_rate, other) = list(rates.items())[:2]
-            raise BadInput(
-                "load", "optimizer.lr", expected="parameters in the groups of the saved optimizer",
-                found=f"{name} with {rate:g} and {other} with {other_rate:g} in one group",
-                todo="Make the optimizer with the same groups, or leave it out to begin anew",
-            )  # fmt: skip
-        for rate in rates:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+def _restore_rate(group: dict[str, Any], names: Sequence[str], lr: StoredNumber) -> None:
+    """Give a group the learning rate that its parameters had."""
+    rates = {rate: name for name in reversed(names) if (rate := lr.of.get(name, lr.value)) is not None}
+    if len(rates) > 1:
+        both = " and ".join(f"{name} with {rate:g}" for rate, name in [*reversed(rates.items())][:2])
+        raise BadInput(
+            "load", "optimizer.lr", expected="parameters in the groups of the saved optimizer",
+            found=f"{both} in one group",
+            todo="Make the optimizer with the same groups, or leave it out to begin anew",
+        )  # fmt: skip
+    for rate in rates:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _restored(dtype: str, value: float, device: torch.device) -> Tensor | float:
@@ -152,25 +157,22 @@ def check_optimizer(
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor):
         raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=kind)
     if stored is not None and stored.kind not in {each.__name__ for each in type(optimizer).__mro__}:
-        todo = "Leave the optimizer out to begin anew from these weights"
         expected = f"{stored.kind}, which the checkpoint is of"
-        raise BadInput(where, "optimizer", expected=expected, found=kind, todo=todo)
+        raise BadInput(where, "optimizer", expected=expected, found=kind, todo=_ANEW)
 
 
 def _entries(
     where: str, name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, tuple[str, float] | None]]:
-    """Yield what is kept of a parameter: a number with its dtype, or ``None`` for a moment."""
+) -> Iterator[tuple[str, Entry]]:
+    """Yield what is kept of a parameter, by its name there."""
     for key, value in optimizer.state.get(parameter, {}).items():
-        if value is None:
-            continue
         if _is_moment(key, value, parameter) and key.isidentifier():
             yield key, None
         elif isinstance(value, Tensor) and value.dim() == 0:
             yield key, (str(value.dtype).removeprefix("torch."), value.item())
         elif type(value) in (int, float):
             yield key, (type(value).__name__, value)
-        else:
+        elif value is not None:
             form = [*value.shape] if isinstance(value, Tensor) else f"a {type(value).__name__}"
             actual = f"{type(optimizer).__name__}, whose {key} of {name} is {form}"
             raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=actual)
@@ -196,42 +198,33 @@ def gather_optimizer(
 ) -> StoredOptimizer:
     """Return what a checkpoint states of an optimizer, from one rank of each stage. Collective."""
 
-    def here() -> dict[str, tuple[Kept, float | None]]:
+    def here() -> dict[str, dict[str, Entry]]:
         check_optimizer(where, model, optimizer)
         rates = {each: float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
-        trained = [
-            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-        ]
-        entries = {
-            name: (dict(_entries(where, name, parameter, optimizer)), rates.get(parameter))
-            for name, parameter in trained
-        }
+        entries: dict[str, dict[str, Entry]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                entries[name] = dict(_entries(where, name, parameter, optimizer))
+                if parameter in rates:
+                    entries[name][_RATE] = "float", rates[parameter]
         return entries if state.rank == state.layout.first_rank(state.at.pipeline) else {}
 
-    gathered = {name: entries for rank in together(here, state) for name, entries in rank.items()}
-    everywhere = {name: entries for name, (entries, _) in gathered.items()}
+    everywhere = {name: entries for rank in together(here, state) for name, entries in rank.items()}
     moments: dict[str, tuple[str, ...]] = {}
     numbers: dict[str, StoredNumber] = {}
     for key in dict.fromkeys(key for entries in everywhere.values() for key in entries):
-        values = {
-            name: stored for name, entries in everywhere.items() if (stored := entries.get(key)) is not None
-        }
-        if any(key in entries and entries[key] is None for entries in everywhere.values()):
-            moments[key] = tuple(
-                name for name, entries in everywhere.items() if key not in entries or name in values
-            )
-        if values:
-            (dtype, _), _ = Counter(values.values()).most_common(1)[0]
-            each = {name: values[name][1] if name in values else None for name in everywhere}
-            numbers[key] = _stored(dtype, each)
-    rates = {name: rate for name, (_, rate) in gathered.items()}
-    lr = _stored("float", rates) if any(rate is not None for rate in rates.values()) else None
+        if with_moment := {name for name, entries in everywhere.items() if entries.get(key, _RATE) is None}:
+            moments[key] = tuple(name for name in everywhere if name not in with_moment)
+        values = {name: entries.get(key) for name, entries in everywhere.items()}
+        if any(value is not None for value in values.values()):
+            numbers[key] = _stored(values)
+    lr = numbers.pop(_RATE, None)
     return StoredOptimizer(kind=type(optimizer).__name__, lr=lr, moments=moments, numbers=numbers)
 
 
-def _stored(dtype: str, values: Mapping[str, float | None]) -> StoredNumber:
+def _stored(values: Mapping[str, Entry]) -> StoredNumber:
     """Record a number of each parameter: the most common one, and those of others."""
-    known = [number for number in values.values() if number is not None]
-    usual, _ = Counter(known).most_common(1)[0]
-    of = {name: number for name, number in values.items() if number != usual}
+    ((dtype, usual), _), *_ = Counter(value for value in values.values() if value is not None).most_common(1)
+    numbers = {name: None if value is None else value[1] for name, value in values.items()}
+    of = {name: number for name, number in numbers.items() if number != usual}
     return StoredNumber(dtype=dtype, value=usual, of=of)

@@ -17,7 +17,7 @@ from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
 from .find import damaged
 from .manifest import Manifest
-from .stored_tensor import Grid
+from .stored_tensor import Grid, first_difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ class CheckpointFile(TensorFile):
             raise damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
         promised = {n: (dtype, box.shape) for n, (dtype, box) in self._table.in_file(self._number).items()}
         present = {n: (entry.dtype, entry.shape) for n, entry in file.tensors.items()}
-        if present != promised:
-            name = min(n for n in promised.keys() | present.keys() if promised.get(n) != present.get(n))
-            expected = promised.get(name, "no such tensor")
-            raise damaged(path, shown(name), expected=expected, found=present.get(name, "no such tensor"))
+        if (difference := first_difference(promised, present)) is not None:
+            name, *both = difference
+            expected, actual = ("no such tensor" if each is None else each for each in both)
+            raise damaged(path, shown(name), expected=expected, found=actual)
         return file
 
 

@@ -1,6 +1,6 @@
 """List what a rank stores, write its file of a checkpoint, and describe its tensors for the manifest."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,14 +124,14 @@ def places(model: nn.Module, state: ParallelState) -> list[Place]:
 
 
 def stored_parts(
-    model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
+    rank_places: Iterable[Place], choose: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> Iterator[tuple[str, Tensor, Box]]:
-    """Yield, for each parameter, its name, this rank's part of the tensor, and the box of this part.
+    """Yield, for each of these parameters, its name, this rank's part of the tensor, and the box of this part.
 
     The part has no padding and shares the memory of the parameter. ``choose`` replaces a parameter by another
     tensor of its shape, such as a moment, or leaves it out with ``None``. Empty parts are left out.
     """
-    for place in places(model, state):
+    for place in rank_places:
         chosen = place.parameter if choose is None else choose(place.parameter)
         if chosen is not None:
             part = place.part(chosen)

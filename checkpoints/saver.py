@@ -1,7 +1,7 @@
 """Write a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -9,15 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..parallel_state import (
-    BadInput,
-    Declaration,
-    ParallelState,
-    buffer_names,
-    declarations,
-    fault,
-    state_of,
-)
+from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault, state_of
 from ..parallel_state.collective_errors import on_rank_0, together
 from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
@@ -33,7 +25,7 @@ from .manifest import WITH_GRIDS, Manifest, StoredAdapter
 from .manifest_checks import Progress, check_plain, check_same_tensors, read_back
 from .mirror import Mirror
 from .optimizer_state import MOMENTS, StoredOptimizer, gather_optimizer, moment_name, moment_of
-from .rank_files import files_to_come, places, stored_tensors, write_file
+from .rank_files import files_to_come, places, stored_parts, stored_tensors, write_file
 from .stored_tensor import StoredTensor
 from .user_module_family import Described
 
@@ -109,8 +101,8 @@ class Saver:
         self._companions: list[Companion] = []
         together(self._prepare, state)
         self._copies: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
 
     def __enter__(self) -> Self:
         if not self._state.rank:
@@ -123,15 +115,16 @@ class Saver:
             self.wait()
             self._after.wait()
             self.poll()
-            return
-        if self._thread is not None:
-            self._thread.join(_LAST_CHANCE)
-        self._after.wait(_LAST_CHANCE)
+        else:
+            wait([] if self._writing is None else [self._writing], _LAST_CHANCE)
+            self._after.wait(_LAST_CHANCE)
+        self._thread.shutdown(wait=error is None)
+        self._after.close(wait=error is None)
 
     @property
     def failed(self) -> bool:
         """Tell whether a background save ended in an error that ``wait`` has not raised yet."""
-        return self._error is not None
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def save(self, progress: Progress) -> None:
         """Write the checkpoint of ``progress.step``, or start to write it. Collective."""
@@ -152,31 +145,22 @@ class Saver:
                 # The same memory each time: fresh pages cost as much as the copy.
                 self._copies[name] = torch.empty_like(tensor, device="cpu")
             self._copies[name].copy_(tensor)
-        # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.
-        thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
-        thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
-        self._thread = thread
+        # A program that just ends waits for it, so a checkpoint begun is completed.
+        self._writing = self._thread.submit(self._write, progress, self._copies)
 
     def wait(self) -> None:
         """Wait until the current save is committed; raise its error, the same on every rank. Collective."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._writing is not None:
+            wait([self._writing])
         self.poll()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._writing is not None:
+            written, self._writing = self._writing, None
+            written.result()
 
     def poll(self) -> None:
         """Report checkpoints that were committed since the last call."""
         while self._lines:
             self._say(self._lines.pop(0))
-
-    def _write_behind(self, progress: Progress) -> None:
-        try:
-            self._write(progress, self._copies)
-        except Exception as error:
-            self._error = error
 
     def _write(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
         rank, step = self._state.rank, progress.step
@@ -280,11 +264,9 @@ class Saver:
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: the parts that it stores and owns."""
-        tensors = {place.name: place.part(place.parameter) for place in self._mine}
+        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
         for moment in self._moments:
             assert self._optimizer is not None, moment
-            choose = moment_of(self._optimizer, moment)
-            for place in self._mine:
-                if (tensor := choose(place.parameter)) is not None:
-                    tensors[moment_name(moment, place.name)] = place.part(tensor)
+            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
+                tensors[moment_name(moment, name)] = part
         return tensors

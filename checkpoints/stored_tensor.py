@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from ..storage.strict_json import Count, StrictRecord, shown
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
+T = TypeVar("T")
 
 
 def check_same_shapes(
@@ -31,13 +32,18 @@ def check_same_shapes(
     todo: str = "",
 ) -> None:
     """Refuse a checkpoint that has not the wanted tensors, naming the first that differs."""
-    for name in [*wanted, *actual]:
-        if wanted.get(name) != actual.get(name):
-            expected, there = (
-                f"no such {what}" if shape is None else [*shape]
-                for shape in (wanted.get(name), actual.get(name))
-            )
-            raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
+    if (difference := first_difference(wanted, actual)) is not None:
+        name, *shapes = difference
+        expected, there = (f"no such {what}" if shape is None else [*shape] for shape in shapes)
+        raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
+
+
+def first_difference(
+    wanted: Mapping[str, T], actual: Mapping[str, T]
+) -> tuple[str, T | None, T | None] | None:
+    """Return the first name for which two tables have not the same, with what each has; ``None`` if equal."""
+    names = (name for name in (*wanted, *actual) if wanted.get(name) != actual.get(name))
+    return next(((name, wanted.get(name), actual.get(name)) for name in names), None)
 
 
 Positive = Annotated[int, Field(ge=1)]

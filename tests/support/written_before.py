@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from trilith.checkpoints import Saver, convert, describe_module, save
 from trilith.checkpoints.optimizer_state import adamw, restore_state
-from trilith.checkpoints.rank_files import stored_parts
+from trilith.checkpoints.rank_files import places, stored_parts
 from trilith.layers import GatedMLP, VocabParallelEmbedding
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import Rule, family_of
@@ -128,7 +128,7 @@ def fill(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, s
     if optimizer is not None:
         restore_state(model, optimizer, adamw({"updates": STEPS}))
     for before, choose in state_tensors(model, optimizer).items():
-        for name, tensor, box in stored_parts(model, state, choose):
+        for name, tensor, box in stored_parts(places(model, state), choose):
             whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
             tensor.copy_(whole[box.slices])
 
@@ -140,7 +140,7 @@ def differing(
     shapes = {name: declaration.shape for name, declaration in declarations(model).items()}
     wrong = []
     for before, choose in state_tensors(model, optimizer).items():
-        for name, tensor, box in stored_parts(model, state, choose):
+        for name, tensor, box in stored_parts(places(model, state), choose):
             whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
             if not torch.equal(tensor.cpu(), whole[box.slices]):
                 wrong.append(before + name)
