@@ -126,7 +126,7 @@ def places(model: nn.Module, state: ParallelState) -> list[Place]:
 def stored_parts(
     rank_places: Iterable[Place], choose: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> Iterator[tuple[str, Tensor, Box]]:
-    """Yield, for each of these parameters, its name, this rank's part of the tensor, and the box of this part.
+    """Yield, for each of these parameters, its name, this rank's part of the tensor, and this part's box.
 
     The part has no padding and shares the memory of the parameter. ``choose`` replaces a parameter by another
     tensor of its shape, such as a moment, or leaves it out with ``None``. Empty parts are left out.

@@ -6,12 +6,12 @@ eight ranks is read once, not eight times, and each write to a file is nearly al
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Lock, local
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch import Tensor
 from ...parallel_state import BadInput, Box
 from ...storage.catalog import Key, join
 from ...storage.crc import Checksum
-from ...storage.dtypes import TORCH, look_at, smallest
+from ...storage.dtypes import BITS, TORCH, look_at, smallest
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
 from ...storage.strides import blocks
-from .transfer import Change, Group, Target, Transfer, check, shared, slabs, spread
+from .transfer import Change, Group, Transfer, check, shared, slabs, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A
 #: worker holds at most four at once: the numbers read, the part made of them, its cast, and the file range
@@ -43,14 +43,14 @@ class Report:
 
     bytes_read: int = 0
     bytes_made: int = 0
-    overflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    underflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    overflows: Counter[str] = field(default_factory=Counter)
+    underflows: Counter[str] = field(default_factory=Counter)
     vanished: set[str] = field(default_factory=set)
     zeros: set[str] = field(default_factory=set)
 
 
 def execute(
-    transfers: Iterable[tuple[Transfer, Target]],
+    transfers: Iterable[tuple[Transfer, TensorWriter]],
     *,
     change: Callable[[str], Change | None] = lambda name: None,
     threads: int = 2,
@@ -60,7 +60,7 @@ def execute(
     finished: FinishedWork | None = None,
     progress: Callable[[int], None] = lambda made: None,
 ) -> Report:
-    """Make every target.
+    """Make the tensor of every transfer in its file.
 
     ``change`` returns, for the name of a tensor, a function that changes its numbers block by block.
     ``block``: bytes of a block; the default is ``BLOCK``. ``seen``: a checksum of each file, which
@@ -68,15 +68,13 @@ def execute(
     its bytes in the files have the noted sums. ``progress`` is called with the bytes made since the last
     call, from any of ``threads``. Raises ``BadInput`` for the first number that is not finite, unless
     ``allow_nonfinite``, and ``BadCheckpoint`` for a plan that does not set every element exactly once. The
-    first error ends the work; the targets must then not be used. Tensors in memory are filled with NaN first.
+    first error ends the work; the files must then not be used.
     """
     groups: dict[object, Group] = defaultdict(list)
-    for transfer, target in transfers:
+    for transfer, writer in transfers:
         check(transfer)
-        if isinstance(target, Tensor) and target.is_floating_point():
-            target.fill_(float("nan"))
         if transfer.box.size:
-            groups[shared(transfer)].append((transfer, target))
+            groups[shared(transfer)].append((transfer, writer))
     work = _Work(change, block or BLOCK, allow_nonfinite, seen or {}, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
@@ -88,7 +86,7 @@ def execute(
         pool.shutdown(cancel_futures=True)
         if finished is not None:
             finished.close()
-    work.report.zeros -= work.not_zero
+    work.report.zeros = {group[0][0].name for group in groups.values()} - work.not_zero
     work.report.vanished = set(work.report.underflows) - work.left
     return work.report
 
@@ -97,7 +95,7 @@ def execute(
 class _Block:
     """List the parts of a block, and what they need: one smallest box of each stored tensor."""
 
-    parts: list[tuple[Transfer, Target, Box]]
+    parts: list[tuple[Transfer, TensorWriter, Box]]
     needed: dict[Key, Box]
 
 
@@ -111,43 +109,48 @@ class _Read:
     zero: bool
 
 
+@dataclass
 class _Work:
     """Hold the data that all threads of one conversion share."""
 
-    def __init__(
-        self,
-        change: Callable[[str], Change | None],
-        block: int,
-        allow_nonfinite: bool,
-        seen: Mapping[TensorFile, Checksum],
-        finished: FinishedWork | None,
-        progress: Callable[[int], None],
-    ):
-        self.change, self.block, self.allow_nonfinite = change, block, allow_nonfinite
-        self.seen, self.finished, self.progress = seen, finished, progress
-        self.report = Report()
-        self.not_zero: set[str] = set()
-        #: Tensors with a number other than zero after a cast.
-        self.left: set[str] = set()
-        self._lock = threading.Lock()
-        self._scratch = threading.local()
+    change: Callable[[str], Change | None]
+    block: int
+    allow_nonfinite: bool
+    seen: Mapping[TensorFile, Checksum]
+    finished: FinishedWork | None
+    progress: Callable[[int], None]
+    report: Report = field(default_factory=Report)
+    #: Tensors with a number other than zero: as it was read, and after a cast.
+    not_zero: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock)
+    _scratch: local = field(default_factory=local)
 
     def make(self, number: int, group: Group) -> None:
-        """Make all blocks of the transfers that share their sources."""
+        """Make all blocks of the transfers that share their sources, which are of one tensor."""
+        name = group[0][0].name
         if self._was_made(number, group):
+            self.not_zero.add(name)  # groups with zeros are made again, so this one had other numbers
+            self.left.add(name)
             return
         remarkable, made = False, 0
         coming = self._blocks(group)
         following = next(coming, None)
         while (block := following) is not None:
             if (following := next(coming, None)) is not None:
-                for (file, key), box in following.needed.items():
-                    file.read_ahead(key, box)
-            read = self._read_block(block.needed, group[0][0].name)
-            remarkable |= all(piece.zero for piece in read.values())
-            for transfer, target, part in block.parts:
-                nbytes, lost = self._make_part(transfer, target, part, read)
-                made, remarkable = made + nbytes, remarkable or bool(lost)
+                for place, box in following.needed.items():
+                    place.file.read_ahead(place.key, box)
+            read = self._read_block(block.needed)
+            zero = all(piece.zero for piece in read.values())
+            lost = [self._make_part(*part, read) for part in block.parts]
+            remarkable |= zero or any(lost)
+            made += sum(part.size * BITS[transfer.dtype] // 8 for transfer, _, part in block.parts)
+            if not zero:
+                self.not_zero.add(name)
+            with self._lock:
+                self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
+        with self._lock:
+            self.report.bytes_made += made
         # A group with a warning is not noted: a resumed conversion makes it again and warns again.
         if self.finished is not None and not remarkable:
             self.finished.note(number, made, lambda: _sums(group))
@@ -160,11 +163,8 @@ class _Work:
         noted = None if self.finished is None else self.finished.done.get(number)
         if noted is None or noted != _sums(group):
             return False
-        for (transfer, target), crc in zip(group, noted, strict=True):
-            _writer(target).take(transfer.name, crc)
-            with self._lock:  # groups with zeros are made again, so this one had other numbers
-                self.not_zero.add(transfer.name)
-                self.left.add(transfer.name)
+        for (transfer, writer), crc in zip(group, noted, strict=True):
+            writer.take(transfer.name, crc)
             self.progress(transfer.nbytes)
         return True
 
@@ -182,48 +182,38 @@ class _Work:
                         needed[place] = needed[place].around(hull) if place in needed else hull
             yield _Block(parts, needed)
 
-    def _read_block(self, needed: Mapping[Key, Box], name: str) -> dict[Key, _Read]:
-        """Read the stored numbers that the parts of a block need, for the tensor ``name`` and others."""
+    def _read_block(self, needed: Mapping[Key, Box]) -> dict[Key, _Read]:
+        """Read the stored numbers that the parts of a block need."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
-            file, key = place
             out = self._buffer(f"read {number}", box.shape, _dtype(place))
-            file.read(key, box, out=out)
-            zero = self._look(file, key, box, out, name)
-            read[place] = _Read(out, box, self._sum(file, key, box, out), zero)
-        with self._lock:
-            self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
+            place.file.read(place.key, box, out=out)
+            zero = self._look(place, box, out)
+            read[place] = _Read(out, box, self._sum(place, box, out), zero)
         return read
 
-    def _sum(self, file: TensorFile, key: str, box: Box, numbers: Tensor) -> int | None:
+    def _sum(self, place: Key, box: Box, numbers: Tensor) -> int | None:
         """Return the CRC-32 of these numbers, if it is wanted and they are one run of bytes in the file."""
-        if not self.seen or not box.size:
+        ranges = [*islice(place.file.byte_ranges(place.key, box), 2)] if self.seen and box.size else []
+        if len(ranges) != 1:
             return None
-        first, *further = islice(file.byte_ranges(key, box), 2)
-        if further:
-            return None
-        offset, _ = first
-        return self.seen[file].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
+        return self.seen[place.file].add(ranges[0][0], numbers.reshape(-1).view(torch.uint8).numpy().data)
 
-    def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:
+    def _look(self, place: Key, box: Box, numbers: Tensor) -> bool:
         """Refuse numbers that are not finite; return whether all are zero."""
         seen = look_at(numbers)
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
             at = [a + i for a, i in zip(box.start, index, strict=True)]
-            non_finite, todo = (
+            actual, todo = (
                 f"{numbers[tuple(index)].item()} at {at}",
                 "Pass --allow-nonfinite to take it as it is",
             )
-            raise BadInput(file.path, key, expected="finite numbers", found=non_finite, todo=todo)
-        with self._lock:
-            (self.report.zeros if seen.zero else self.not_zero).add(name)
+            raise BadInput(place.file.path, place.key, expected="finite numbers", found=actual, todo=todo)
         return seen.zero
 
-    def _make_part(
-        self, transfer: Transfer, target: Target, part: Box, read: dict[Key, _Read]
-    ) -> tuple[int, int]:
-        """Write one part; return its bytes, and how many numbers a cast made infinite or zero."""
+    def _make_part(self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read]) -> int:
+        """Write one part; return how many of its numbers a cast made infinite or zero."""
         pieces, crc, lost = [], None, 0
         for whole in transfer.pieces:
             if (piece := whole.narrow(part)) is not None:
@@ -237,33 +227,30 @@ class _Work:
         if made.dtype != TORCH[transfer.dtype]:
             made, lost = self._cast(transfer, made)
             as_read = False
-        place = part.within(transfer.box)
-        if isinstance(target, Tensor):
-            target[place.slices] = made
-        else:
-            target.write(transfer.name, place, made, crc if as_read else None)
-        with self._lock:
-            self.report.bytes_made += made.nbytes
+        writer.write(transfer.name, part.within(transfer.box), made, crc if as_read else None)
         self.progress(made.nbytes)
-        return made.nbytes, lost
+        return lost
 
     def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
         """Return the numbers in the transfer's dtype; and how many of them that made infinite or zero."""
         cast = self._buffer("cast", tuple(numbers.shape), TORCH[transfer.dtype])
         cast.copy_(numbers)
-        look, overflows, underflows = look_at(cast), 0, 0
+        look, lost = look_at(cast), 0
+        if not look.zero:
+            self.left.add(transfer.name)
         if not look.finite:
             overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
+            lost += self._count(self.report.overflows, transfer.name, overflows)
         if smallest(cast.dtype) > smallest(numbers.dtype):
             underflows = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
-        with self._lock:
-            if overflows:
-                self.report.overflows[transfer.name] += overflows
-            if underflows:
-                self.report.underflows[transfer.name] += underflows
-            if not look.zero:
-                self.left.add(transfer.name)
-        return cast, overflows + underflows
+            lost += self._count(self.report.underflows, transfer.name, underflows)
+        return cast, lost
+
+    def _count(self, counts: Counter[str], name: str, number: int) -> int:
+        if number:
+            with self._lock:
+                counts[name] += number
+        return number
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
@@ -281,9 +268,4 @@ def _dtype(stored: Key) -> torch.dtype:
 
 def _sums(group: Group) -> list[int]:
     """Return, for each transfer, the CRC-32 of the bytes that its file now holds for its whole tensor."""
-    return [_writer(target).sum_of(transfer.name) for transfer, target in group]
-
-
-def _writer(target: Target) -> TensorWriter:
-    assert isinstance(target, TensorWriter), target
-    return target
+    return [writer.sum_of(transfer.name) for transfer, writer in group]

@@ -36,10 +36,8 @@ class Transfer:
         return prod(self.box.shape) * BITS[self.dtype] // 8
 
 
-#: The target of a transfer: a file whose tensor of that name has the box's shape, or such a CPU tensor.
-Target = TensorWriter | Tensor
-#: Transfers that share their sources, each with its target.
-Group = list[tuple[Transfer, Target]]
+#: Transfers that share their sources, each with the file whose tensor of that name has the box's shape.
+Group = list[tuple[Transfer, TensorWriter]]
 
 
 def check(transfer: Transfer) -> None:
