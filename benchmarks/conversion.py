@@ -23,7 +23,7 @@ from megatron_checkpoints import write_legacy, write_torch_dist
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
-from trilith.checkpoints.convert.transfer import Transfer
+from trilith.checkpoints.convert.plan import Transfer
 from trilith.machine.random_files import llama, write_hf_folder
 from trilith.parallel_state import Box, Piece
 from trilith.storage import TensorFile, TensorWriter

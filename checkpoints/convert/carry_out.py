@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, Layout, check_workers, fault
+from ...parallel_state import BadInput, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
@@ -23,9 +23,8 @@ from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums
-from .execute import BLOCK, execute
+from .execute import BLOCK, Group, execute
 from .plan import Form, Plan, identify, plan_conversion
-from .transfer import Group
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,19 @@ def carry_out(
     options: ConversionOptions = ConversionOptions(),
 ) -> None:
     """Write the planned conversion to ``dst``; see ``convert``."""
-    if plan.layout is None:
-        check_plain(plan.source.config, plan.source.path, "config")
-    else:
-        _rehearse(plan, plan.layout, Path(dst))
+    dst, source = Path(dst), plan.source
+    check_plain(source.config, source.path, "config")
+    if plan.layout is not None:  # refuse, before anything is written, what could not be read back
+        files, companions = (
+            [StoredFile(name=name, size=0, crc32=0) for name in names]
+            for names in (plan.files, [path.name for path in source.companions])
+        )
+        read_back(lambda: _manifest(plan, files, companions), Path(os.path.abspath(dst)))
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
-    _write(plan, Path(dst), identity, allow_nonfinite, options)
-
-
-def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options: ConversionOptions) -> None:
-    inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
+    inputs = [source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
     with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity, apart=True) as staging:
         if staging.goes_on:
-            plan.source.warnings.append(f"{dst}: a command that wrote it was killed; its work was used")
+            source.warnings.append(f"{dst}: a command that wrote it was killed; its work was used")
         keep = {*plan.files, JOURNAL}
         for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
             if path.name not in keep:
@@ -112,58 +111,41 @@ def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options:
 
 
 def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
-    writers: list[TensorWriter] = []
-    transfers: Group = []
+    folder, opened = staging.directory, open_file if plan.layout is None else TensorWriter
+    writers, transfers = list[TensorWriter](), Group()
     try:
         for name, made in plan.files.items():
-            spec, path = (
-                {transfer.name: (transfer.dtype, transfer.box.shape) for transfer in made},
-                staging.directory / name,
-            )
-            opened = open_file if plan.layout is None else TensorWriter
-            writers.append(opened(path, spec, again=True))
+            spec = {transfer.name: (transfer.dtype, transfer.box.shape) for transfer in made}
+            writers.append(opened(folder / name, spec, again=True))
             transfers += [(transfer, writers[-1]) for transfer in made]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
         written = [writer.close() for writer in writers]
     finally:
         for writer in writers:
             writer.abandon()
-    (staging.directory / JOURNAL).unlink(missing_ok=True)
-    config = _config(plan)
-    companions = [*read_companions(plan.source.companions)]
+    (folder / JOURNAL).unlink(missing_ok=True)
+    config, companions = _config(plan), read_companions(plan.source.companions)
     if plan.layout is None and plan.source.manifest is not None:
         config, companions = for_transformers(config, companions)
     for companion in companions:
-        companion.write(staging.directory)
+        companion.write(folder)
     if plan.layout is None:
-        adapters = plan.source.adapter is not None
         if options.card is not None:
-            Disk().write_file(staging.directory / "README.md", options.card.encode())
-        write_config_and_index(staging.directory, config, writers, adapters=adapters)
+            Disk().write_file(folder / "README.md", options.card.encode())
+        write_config_and_index(folder, config, writers, adapters=plan.source.adapter is not None)
         staging.publish()
         return
     files = [
         StoredFile(name=name, size=file.size, crc32=file.crc)
         for name, file in zip(plan.files, written, strict=True)
     ]
-    manifest = _manifest(plan, plan.layout, files, [companion.stored for companion in companions])
+    manifest = _manifest(plan, files, [companion.stored for companion in companions])
     staging.publish(manifest.accepted_bytes(staging.output))
 
 
-def _rehearse(plan: Plan, layout: Layout, dst: Path) -> None:
-    """Refuse, before anything is written, a checkpoint that could not be read back."""
-    check_plain(plan.source.config, plan.source.path, "config")
-    files, companions = (
-        [StoredFile(name=name, size=0, crc32=0) for name in names]
-        for names in (plan.files, [path.name for path in plan.source.companions])
-    )
-    read_back(lambda: _manifest(plan, layout, files, companions), Path(os.path.abspath(dst)))
-
-
-def _manifest(
-    plan: Plan, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
-) -> Manifest:
+def _manifest(plan: Plan, files: Sequence[StoredFile], companions: Sequence[StoredFile]) -> Manifest:
     old, foreign = plan.source.manifest, plan.source.foreign
+    assert plan.layout is not None, plan.source.path
     state = dict(old.state) if old else {}
     step = old.step if old else None
     if foreign is not None and plan.keeps_moments:
@@ -174,7 +156,7 @@ def _manifest(
         kind="training" if trains else "weights",
         model_type=plan.source.described.model_type,
         config=_config(plan),
-        layout=layout,
+        layout=plan.layout,
         step=step,
         data_position=old.data_position if old else None,
         extra=old.extra if old else None,
@@ -195,7 +177,7 @@ def _config(plan: Plan) -> dict[str, Any]:
     if plan.layout is None and source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily)
         return source.family.to_peft(source.model_config, source.adapter.base)
-    config = dict(plan.source.config)
+    config = dict(source.config)
     dtypes = {transfer.dtype for transfer in plan.transfers if not transfer.fixed}
     if len(dtypes) == 1:
         name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
@@ -248,20 +230,14 @@ def _move(
             verify_sums(file, checksum)
     if manifest is not None:
         verify(source.path, manifest, files=source.files, seen=seen, threads=options.workers)
+    todo = "Choose a type with a wider range"
     for name, count in report.overflows.items():
-        todo = "Choose a type with a wider range"
         lost = f"{count:,} that overflow"
         raise BadInput(source.path, name, expected="numbers that fit the type", found=lost, todo=todo)
     for name in sorted(report.vanished):
-        todo = "Choose a type with a wider range, or more digits"
+        expected, todo = "few numbers too small for the type", f"{todo}, or more digits"
         lost = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
-        raise BadInput(
-            source.path, name, expected="few numbers too small for the type", found=lost, todo=todo
-        )
-    source.warnings.extend(
-        f"{name}: {counted(count, 'number')} too small for the type became zero"
-        for name, count in sorted(report.underflows.items())
-    )
-    source.warnings.extend(
-        f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")
-    )
+        raise BadInput(source.path, name, expected=expected, found=lost, todo=todo)
+    small = (f"{name}: {counted(count, 'number')}" for name, count in sorted(report.underflows.items()))
+    source.warnings += [f"{tensor} too small for the type became zero" for tensor in small]
+    source.warnings += [f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")]

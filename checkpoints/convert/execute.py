@@ -7,10 +7,11 @@ eight ranks is read once, not eight times, and each write to a file is nearly al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import reduce
+from itertools import islice, pairwise, zip_longest
 from threading import Lock, local
 
 import torch
@@ -24,12 +25,17 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
 from ...storage.strides import blocks
-from .transfer import Change, Group, Transfer, check, shared, slabs, spread
+from .merge_lora import Change
+from .plan import Transfer
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A
 #: worker holds at most four at once: the numbers read, the part made of them, its cast, and the file range
 #: that a read spans.
 BLOCK = 4 << 20
+
+
+#: Transfers that share their sources, each with the file whose tensor of that name has the box's shape.
+Group = list[tuple[Transfer, TensorWriter]]
 
 
 @dataclass
@@ -72,13 +78,13 @@ def execute(
     """
     groups: dict[object, Group] = defaultdict(list)
     for transfer, writer in transfers:
-        check(transfer)
+        transfer.check()
         if transfer.box.size:
-            groups[shared(transfer)].append((transfer, writer))
+            groups[_shared(transfer)].append((transfer, writer))
     work = _Work(change, block or BLOCK, allow_nonfinite, seen or {}, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
+        for done in [pool.submit(work.make, *numbered) for numbered in _spread([*groups.values()], threads)]:
             done.result()
         if finished is not None:
             finished.wait()
@@ -172,7 +178,7 @@ class _Work:
         """Cut what a group makes into blocks of about ``block`` bytes, and find what each is made of."""
         transfers = [transfer for transfer, _ in group]
         most = self.block // max(_dtype(piece.stored).itemsize for each in transfers for piece in each.pieces)
-        for box in (box for slab in slabs(transfers) for box in blocks(slab, most)):
+        for box in (box for slab in _slabs(transfers) for box in blocks(slab, most)):
             parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(box))]
             needed: dict[Key, Box] = {}
             for transfer, _, part in parts:
@@ -269,3 +275,38 @@ def _dtype(stored: Key) -> torch.dtype:
 def _sums(group: Group) -> list[int]:
     """Return, for each transfer, the CRC-32 of the bytes that its file now holds for its whole tensor."""
     return [writer.sum_of(transfer.name) for transfer, writer in group]
+
+
+def _shared(transfer: Transfer) -> object:
+    """Return a key; transfers with equal keys read the same rows of the same stored tensors, in one go."""
+    rows = (transfer.box.start[:1], transfer.box.stop[:1])
+    return transfer.name, rows, frozenset((piece.stored, piece.dims) for piece in transfer.pieces)
+
+
+def _spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
+    """Return the numbered groups in an order in which each thread works in another stretch of the plan.
+
+    Threads that write to the same file wait for each other in the operating system.
+    """
+    numbered = [*enumerate(groups)]
+    each = -(-len(numbered) // max(1, threads))
+    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
+    return [numbered for together in zip_longest(*stretches) for numbered in together if numbered is not None]
+
+
+def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
+    """Cut the box that a group makes where its sources end; a block then mostly lies in one run of a file."""
+    whole = reduce(Box.around, (transfer.box for transfer in group))
+    if not whole.start:
+        yield whole
+        return
+    ends = {
+        end
+        for transfer in group
+        for piece in transfer.pieces
+        if piece.dense  # pieces with steps lie between each other, and are read together
+        for end in (piece.box.start[0], piece.box.stop[0])
+    }
+    first, last = whole.start[0], whole.stop[0]
+    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
+        yield whole.narrow(0, start - first, stop - first)

@@ -1,6 +1,7 @@
 """Add LoRA adapters to the weights of their base, ``W + scale * B A``, a block at a time, with no model."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from ...models import PEFT_PREFIX, AdaptedFamily, ModelConfig
 from ...parallel_state import BadInput, Box
 from ...storage.dtypes import look_at
 from ..source import Source
-from .transfer import Change
+
+#: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.
+Change = Callable[[Tensor, Box], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

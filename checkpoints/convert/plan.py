@@ -7,13 +7,15 @@ the memory of this machine.
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, Box, Layout, buffer_names, dtype_name
-from ...storage.catalog import LazyTensor
-from ...storage.dtypes import TORCH, WEIGHTS
+from ...parallel_state import BadCheckpoint, BadInput, Box, Layout, Piece, buffer_names, dtype_name
+from ...storage.catalog import Key, LazyTensor
+from ...storage.coverage import first_flaw
+from ...storage.dtypes import BITS, TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
 from ...system import no_garbage_search
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
@@ -23,12 +25,36 @@ from ..source import Source, read_source
 from ..stored_tensor import Part, Role, StoredTensor
 from ..verify import verify
 from .merge_lora import Merge
-from .transfer import Transfer
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
 _PLAN = 4
 
 Form = Literal["hf", "peft", "sharded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Say what one output tensor is made of: the pieces of ``box`` of the whole tensor ``name``.
+
+    It is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
+    """
+
+    name: str
+    box: Box
+    pieces: tuple[Piece[Key], ...]
+    dtype: str
+    fixed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.box.shape) * BITS[self.dtype] // 8
+
+    def check(self) -> None:
+        """Refuse a plan that does not set every element of the box exactly once."""
+        boxes = [piece.box for piece in self.pieces]
+        if flaw := first_flaw(self.box, boxes):
+            raise BadCheckpoint("plan", self.name, expected="each element set once", found=str(flaw))
+        assert all(box.intersect(self.box) == box for box in boxes if box.size), self
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.draws import drawn
 from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import execute
-from trilith.checkpoints.convert.transfer import Transfer
+from trilith.checkpoints.convert.plan import Transfer
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
