@@ -23,7 +23,7 @@ from ..storage.file_names import DAMAGED, MANIFEST, STEP_NAME, finished_name, se
 from ..storage.folder_kind import CHECKPOINTS, holds_steps
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
-from .hugging_face.hub import FILES, from_hub
+from .hugging_face.folder import FILES, from_hub
 from .manifest import Damaged, Manifest
 
 #: Whether a newest checkpoint that is not whole is refused (``--strict``) instead of passed over.

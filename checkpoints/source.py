@@ -169,7 +169,7 @@ def read_source(
     ``whole``.
 
     While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
-    up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
+    up in the Hugging Face cache, or downloaded (see ``from_hub``). A folder of two kinds is refused;
     ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
     not in the zoo. ``mtp``: a Hugging Face folder's blocks of multi-token prediction are part of the model,
     whatever its config says. ``implementation``: whose code is to compute the model; a checkpoint of ours

@@ -18,8 +18,7 @@ from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
 from ...system import counted, no_garbage_search
-from ..hugging_face.for_transformers import for_transformers
-from ..hugging_face.writer import open_file, write_config_and_index
+from ..hugging_face.writer import for_transformers, open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums

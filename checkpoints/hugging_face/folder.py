@@ -5,6 +5,7 @@ runs nothing of them. Whatever makes the folder ambiguous — an index that disa
 files, both an index and a single file, names that lead elsewhere — is refused before any tensor is read.
 """
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,12 +21,21 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
-from .fp8 import ScaledFile, block_size
-from .mxfp4 import UnpackedFile
+from .packed import ScaledFile, UnpackedFile, block_size
 
+#: What is taken from the hub: weights as safetensors alone, and small files; never a pickle, never code.
+FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_INDEX = 32 << 20
 #: Ways to quantise, by transformers' names, whose files are known and not read.
 _QUANTISED = ("awq", "bitsandbytes", "gptq")
+#: Why the hub does not give a model, by the name of its error.
+_REASONS = {
+    "LocalEntryNotFoundError": "the model is not in the cache and the hub is not reachable",
+    "OfflineModeIsEnabled": "the model is not in the cache and HF_HUB_OFFLINE is set",
+    "RepositoryNotFoundError": "the hub has no such model, or not for you",
+    "GatedRepoError": "the hub wants you to accept the model's terms first",
+}
 
 
 class HFFolder:
@@ -41,9 +51,8 @@ class HFFolder:
         self.path = Path(path)
         self._allow_symlinks = allow_symlinks
         if not self.path.is_dir():
-            raise BadInput(
-                self.path, expected="the folder of a Hugging Face model", found=_what_is(self.path)
-            )
+            actual = "a file" if self.path.exists() else "nothing there"
+            raise BadInput(self.path, expected="the folder of a Hugging Face model", found=actual)
         names = {entry.name for entry in self.path.iterdir()}
         if CONFIG not in names:
             raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
@@ -61,28 +70,24 @@ class HFFolder:
 
     def _weights(self, names: set[str]) -> dict[str, TensorFile]:
         if SINGLE in names and INDEX in names:
-            raise BadInput(
-                self.path,
-                expected=f"{SINGLE} or {INDEX}",
-                found="both, so it is ambiguous which weights are meant",
-                todo="Remove the one that is out of date",
+            todo, actual = (
+                "Remove the one that is out of date",
+                "both, so it is ambiguous which weights are meant",
             )
-        if SINGLE in names:
-            file = TensorFile.open(self._at(SINGLE))
-            return dict.fromkeys(file.tensors, file)
-        if INDEX in names:
-            return self._sharded(names, INDEX, ".safetensors", TensorFile.open)
-        if OLD_INDEX in names:
-            return self._sharded(names, OLD_INDEX, ".bin", lambda path, expected: open_state_dict(path))
-        if OLD_SINGLE in names:
-            file = open_state_dict(self._at(OLD_SINGLE))
-            return dict.fromkeys(file.tensors, file)
+            raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=actual, todo=todo)
+        for index, single, ending, open_file in (
+            (INDEX, SINGLE, ".safetensors", TensorFile.open),
+            (OLD_INDEX, OLD_SINGLE, ".bin", open_state_dict),
+        ):
+            if index in names:
+                return self._sharded(names, index, ending, open_file)
+            if single in names:
+                file = open_file(self._at(single))
+                return dict.fromkeys(file.tensors, file)
         if pickled := [name for name in sorted(names) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
             words = ["trilith", "convert", str(self.path / pickled[0]), "OUT", "--config", str(self.path)]
-            todo = f"`{shlex.join(words)}` reads torch.save's"
-            raise BadInput(
-                self.path, expected=f"{SINGLE} or {INDEX}", found="only pickled weights", todo=todo
-            )
+            actual, todo = "only pickled weights", f"`{shlex.join(words)}` reads torch.save's"
+            raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=actual, todo=todo)
         others = sorted(name for name in names if name.endswith(".safetensors"))
         present = f"only {', '.join(others[:3])}" if others else "neither"
         raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=present)
@@ -96,9 +101,8 @@ class HFFolder:
         files = {}
         for shard in sorted(set(promised.values())):
             if shard not in names:
-                raise BadInput(
-                    self.path / shard, expected=f"the shard that {index_name} names", found="no such file"
-                )
+                expected = f"the shard that {index_name} names"
+                raise BadInput(self.path / shard, expected=expected, found="no such file")
             files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
         return {name: files[shard] for name, shard in promised.items()}
@@ -150,21 +154,40 @@ def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], whe
     for shard, file in files.items():
         for name in file.tensors:
             holders[name].append(shard)
-    for name, shards in holders.items():
+    for name in dict.fromkeys((*promised, *holders)):
+        shards, shard = holders[name], promised.get(name)
         if len(shards) > 1:
             raise BadInput(where, shown(name), expected="one shard", found=f"it in {' and '.join(shards)}")
-    for name, shard in promised.items():
-        if holders[name] != [shard]:
-            elsewhere = f"it in {holders[name][0]}" if holders[name] else "it in none"
-            todo = "The index does not belong to these files"
-            raise BadInput(where, shown(name), expected=f"it in {shard}", found=elsewhere, todo=todo)
-    for name, shards in holders.items():
-        if name not in promised:
+        if shard is None:
             actual = "no such entry in weight_map"
             raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=actual)
+        if shards != [shard]:
+            actual, todo = (
+                f"it in {shards[0] if shards else 'none'}",
+                "The index does not belong to these files",
+            )
+            raise BadInput(where, shown(name), expected=f"it in {shard}", found=actual, todo=todo)
 
 
-def _what_is(path: Path) -> str:
-    if path.exists():
-        return "a file"
-    return "nothing there"
+def from_hub(name: str | Path) -> Path | None:
+    """Return the cached snapshot of the hub's model with this id (``org/model``); ``None`` if it is no id.
+
+    Where there is a folder ``org``, a path is meant. Files that the cache lacks are fetched, unless
+    ``HF_HUB_OFFLINE`` is set. Raises ``BadInput`` if the model is neither here nor there.
+    """
+    path = Path(name)
+    if path.exists() or not _ID.fullmatch(str(name)) or Path(path.parts[0]).exists():
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=FILES))
+    except (LocalEntryNotFoundError, OSError, HfHubHTTPError, HFValidationError) as error:
+        kind = type(error).__name__
+        reason = _REASONS.get(kind, f"{kind}: {str(error).splitlines()[0]}")
+        raise BadInput(
+            name, expected="a folder, or a model in the Hugging Face cache or on the hub",
+            found=f"no such folder, and {reason}",
+            todo="Check the name, your access and the network, or download it elsewhere and give its folder",
+        ) from error  # fmt: skip

@@ -1,4 +1,14 @@
-"""Give tensors that lie packed in two others, numbers and their scales, as if a file held them in bf16."""
+"""Read tensors that lie packed in two others, numbers and their scales, as bf16, a box at a time.
+
+FP8: a matrix NAME (rows, columns) lies beside ``NAME_scale_inv``, which has one fp32 factor for each block of
+``weight_block_size`` numbers, such as 128 by 128; the last block of a row or column may be cut short. Source:
+DeepSeek-V3 (2024), section 3.3.2, and its ``inference/fp8_cast_bf16.py``.
+
+MXFP4: ``NAME_blocks`` (..., rows, G, 16) holds two 4-bit numbers a byte, the lower half first, and
+``NAME_scales`` (..., rows, G) the exponent, plus 127, of the 32 numbers of a group. The model's tensor is
+(..., 32 G, rows), as transformers unpacks it. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023;
+GPT-OSS's model card (2025), section 2.1.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +25,17 @@ from ...storage.safetensors_reader import TensorFile
 
 #: Returns the part of a stored tensor in a box.
 Part = Callable[[Box], Tensor]
+FACTORS, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+#: Numbers of FP8 that are multiplied at once: their fp32 forms are small beside a block of a conversion.
+_MULTIPLIED = 1 << 17
+_GROUP, _BYTES, _BIAS = 32, 16, 127
+#: Numbers that are unpacked at once, few beside a block of a conversion.
+_UNPACKED = 1 << 19
+_NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
+#: The two bf16 numbers of each byte, as 32 bits; the factor of each scale.
+_BOTH = torch.cat((_NUMBERS, -_NUMBERS)).to(torch.bfloat16)
+_PAIRS = _BOTH[[(byte >> 4 * half) & 15 for byte in range(256) for half in (0, 1)]].view(torch.int32).numpy()
+_FACTORS = torch.tensor([2.0 ** (scale - _BIAS) for scale in range(256)], device="cpu").to(torch.bfloat16)
 
 
 class PackedFile(TensorFile):
@@ -94,3 +115,94 @@ class PackedFile(TensorFile):
     def state(self) -> tuple[str, object, str]:
         """Return the states of the files that hold the two."""
         return str(self.path), [file.state() for file in self.stored_in], type(self).__name__
+
+
+class ScaledFile(PackedFile):
+    """Give the FP8 matrices of a folder, by their names, as if one file held them in bf16."""
+
+    suffixes, mark, other = ("", FACTORS), FACTORS, "matrix"
+
+    def __init__(
+        self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]], block: tuple[int, int]
+    ) -> None:
+        self.block = block
+        super().__init__(path, packed)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a matrix, which its factors must fit."""
+        numbers, scales = self._packed[name]
+        entry, factors = numbers.tensors[name], scales.tensors[name + FACTORS]
+        if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
+            type_and_shape = f"{entry.dtype} {list(entry.shape)}"
+            raise BadInput(numbers.path, name, expected="a matrix of F8_E4M3", found=type_and_shape)
+        expected = tuple(-(-size // each) for size, each in zip(entry.shape, self.block, strict=True))
+        if (factors.dtype, factors.shape) != ("F32", expected):
+            type_and_shape = f"{factors.dtype} {list(factors.shape)}"
+            raise BadInput(
+                scales.path, name + FACTORS, expected=f"F32 {list(expected)}", found=type_and_shape
+            )
+        return entry.shape
+
+    def unpack(self, numbers: Part, scales: Part, box: Box, out: Tensor) -> None:
+        """Multiply each block by its factor."""
+        (row, column), (last_row, last_column), (high, wide) = box.start, box.stop, self.block
+        columns = torch.arange(column, last_column) // wide - column // wide
+        each = max(1, _MULTIPLIED // (last_column - column))
+        for begin in range(row, last_row, each):
+            end = min(begin + each, last_row)
+            factors = scales(Box((begin // high, column // wide), (-(-end // high), -(-last_column // wide))))
+            rows = torch.arange(begin, end) // high - begin // high
+            piece = numbers(Box((begin, column), (end, last_column))).float()
+            out[begin - row : end - row] = piece * factors[rows][:, columns]
+
+
+def block_size(packing: Mapping[str, object]) -> tuple[int, int] | None:
+    """Return the block that a ``quantization_config`` of FP8 states; ``None`` for any other."""
+    block = packing.get("weight_block_size")
+    if packing.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+        return None
+    high, wide = block
+    return (high, wide) if all(type(size) is int and size > 0 for size in block) else None
+
+
+class UnpackedFile(PackedFile):
+    """Give the packed tensors of a folder as if one file held them in bf16."""
+
+    suffixes, mark, other = (BLOCKS, SCALES), BLOCKS, "scales"
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, whose scales must fit its blocks."""
+        blocks, scales = self._packed[name]
+        *outer, rows, groups, size = _shape(blocks, name + BLOCKS)
+        if size != _BYTES or _shape(scales, name + SCALES) != (*outer, rows, groups):
+            expected = f"{[*outer, rows, groups]}, one for each {_BYTES} bytes of {name}{BLOCKS}"
+            shape_and_size = f"{list(_shape(scales, name + SCALES))} and {size} bytes"
+            raise BadInput(scales.path, name + SCALES, expected=expected, found=shape_and_size)
+        return (*outer, groups * _GROUP, rows)
+
+    def unpack(self, numbers: Part, scales: Part, box: Box, out: Tensor) -> None:
+        """Unpack the groups that the box touches, some rows at a time."""
+        (*start, column, row), (*stop, last_column, last_row) = box.start, box.stop
+        first, last = column // _GROUP, -(-last_column // _GROUP)
+        columns = slice(column - first * _GROUP, last_column - first * _GROUP)
+        each = max(1, _UNPACKED * (last_row - row) // box.size)
+        for begin in range(row, last_row, each):
+            end = min(begin + each, last_row)
+            groups = Box((*start, begin, first), (*stop, end, last))
+            packed = numbers(Box((*groups.start, 0), (*groups.stop, _BYTES)))
+            unpacked = unpack(packed, scales(groups))
+            out[..., begin - row : end - row] = unpacked[..., columns].transpose(-1, -2)
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of packed bytes (..., G, 16) with their scales (..., G): bf16, (..., 32 G)."""
+    numbers = torch.from_numpy(_PAIRS.take(blocks.numpy())).view(torch.bfloat16)
+    return numbers.mul_(_FACTORS[scales.int()].unsqueeze(-1)).flatten(-2)
+
+
+def _shape(file: TensorFile, key: str) -> tuple[int, ...]:
+    entry = file.tensors[key]
+    if entry.dtype != "U8" or len(entry.shape) < 2 + key.endswith(BLOCKS):
+        expected = "bytes (U8) in groups"
+        raise BadInput(file.path, key, expected=expected, found=f"{entry.dtype} {list(entry.shape)}")
+    return entry.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -197,9 +197,10 @@ _DEEPEST = 8
 _MOST = MAX_TENSORS
 
 
-def open_state_dict(path: Path) -> ViewFile:
+def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
     """Open ``path``; its tensors have the names that they have in the saved dict, joined with a dot where
-    dicts lie inside one another. What is no tensor is left out. ``BadInput`` if there is no tensor.
+    dicts lie inside one another, whether they are ``expected`` or not. What is no tensor is left out.
+    ``BadInput`` if there is no tensor.
     """
     archive = TorchArchive.open(path)
     file = ViewFile.of(path)

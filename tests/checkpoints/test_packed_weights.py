@@ -16,9 +16,8 @@ from support.round_trips import RoundTrip, Source, round_trips
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trilith.checkpoints import convert, load, read_source
-from trilith.checkpoints.hugging_face import fp8, mxfp4
-from trilith.checkpoints.hugging_face.fp8 import SCALES as FACTORS
-from trilith.checkpoints.hugging_face.mxfp4 import BLOCKS, SCALES, unpack
+from trilith.checkpoints.hugging_face import packed as packed_files
+from trilith.checkpoints.hugging_face.packed import BLOCKS, FACTORS, SCALES, unpack
 from trilith.cli.app import run
 from trilith.parallel_state import Box
 from trilith.storage.safetensors_reader import TensorFile
@@ -196,7 +195,9 @@ def test_any_box_of_packed_weights_is_read_alone(packed):
 def test_a_conversion_of_packed_weights_never_reads_much_at_once(packed, tmp_path, monkeypatch):
     """A block takes the groups of 32 that it touches; what is unpacked at once has a bound of its own."""
     # Of MXFP4 512 numbers, two to a byte, in columns of at least 32, and groups that the block only touches.
-    module, at_once, most_bytes = (fp8, 256, 256) if packed.name == "fp8" else (mxfp4, 512, 2 * 512)
+    bound, at_once, most_bytes = (
+        ("_MULTIPLIED", 256, 256) if packed.name == "fp8" else ("_UNPACKED", 512, 2 * 512)
+    )
     sizes, read = [], TensorFile.read
 
     def counted(file, name, *more, **others):
@@ -207,7 +208,7 @@ def test_a_conversion_of_packed_weights_never_reads_much_at_once(packed, tmp_pat
 
     monkeypatch.setattr(TensorFile, "read", counted)
     monkeypatch.setattr(importlib.import_module("trilith.checkpoints.convert.carry_out"), "BLOCK", 4096)
-    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(packed_files, bound, at_once)
     convert(packed.folder, tmp_path / "out", tensor=1)
     assert 0 < max(sizes) <= most_bytes < max(one.nbytes for one in packed.shards[0].values()) // 2
     written = load_file(next((tmp_path / "out").glob("*.safetensors")))
