@@ -16,8 +16,7 @@ from measure import Row, at_most, seconds_of
 from trilith.checkpoints import Manifest
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS
-from trilith.checkpoints.part_table import PartTable, checkpoint_files
-from trilith.checkpoints.rank_files import files_to_come, stored_tensors
+from trilith.checkpoints.rank_files import PartTable, checkpoint_files, files_to_come, stored_tensors
 from trilith.checkpoints.stored_tensor import StoredTensor
 from trilith.parallel_state import Declaration, Layout
 from trilith.recipes import load_recipe

@@ -19,8 +19,15 @@ from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold
 from ..storage.fetched import fetched
-from ..storage.file_names import DAMAGED, MANIFEST, STEP_NAME, finished_name, set_aside_name
-from ..storage.folder_kind import CHECKPOINTS, holds_steps
+from ..storage.file_names import (
+    CHECKPOINTS,
+    DAMAGED,
+    MANIFEST,
+    STEP_NAME,
+    finished_name,
+    holds_steps,
+    set_aside_name,
+)
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.folder import FILES, from_hub

@@ -13,9 +13,8 @@ from ..models import AdaptedFamily, LoraConfig, adapted, implementation_of
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS
-from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL
+from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, ADAPTERS, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import companions_in
-from ..storage.folder_kind import ADAPTERS, FolderKind, kind_of_folder
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json

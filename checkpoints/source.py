@@ -11,9 +11,8 @@ from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, f
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
-from ..storage.file_names import CONFIG, MANIFEST
+from ..storage.file_names import CHECKPOINTS, CONFIG, MANIFEST, SOURCES, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
@@ -35,7 +34,7 @@ from .model_tensors import (
     table_names,
 )
 from .optimizer_state import MOMENTS, moment_name
-from .part_table import PartTable, checkpoint_files
+from .rank_files import PartTable, checkpoint_files
 from .user_module_family import Described, described_module
 
 

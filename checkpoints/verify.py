@@ -3,8 +3,10 @@ and of other weights: are the numbers finite?
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -14,14 +16,14 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.catalog import Key, LazyTensor
 from ..storage.crc import Checksum, combine, crc32
-from ..storage.dtypes import look_at
+from ..storage.dtypes import BITS, TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import StoredFile, shown
-from ..storage.whole_file import read_whole
+from ..storage.strides import contiguous
 from .find import damaged
 from .manifest import Manifest
-from .part_table import checkpoint_files
+from .rank_files import checkpoint_files
 from .source import Source
 
 _ALTERED = "The file was altered or damaged since it was written"
@@ -42,7 +44,7 @@ def verify(
     Every byte is read once, but those whose sums are in ``seen``. ``files``: a source's, of whoever reads on:
     no header is read again; without them none is kept. ``progress`` is called with the number of bytes read
     since its last call, from any of ``threads``. An error names an older checkpoint of the run (see
-    ``damage``).
+    ``damaged``).
     """
     directory = Path(directory)
     unopened = checkpoint_files(directory, manifest) if files is None else []
@@ -63,10 +65,8 @@ def verify(
         for part in sorted(manifest.tensors[name].parts, key=lambda part: part.role):
             owner = first.setdefault(part.box, part.file)
             if sums[owner][name] != sums[part.file][name]:
-                names = f"{manifest.files[owner].name} and {manifest.files[part.file].name}"
-                raise damaged(
-                    directory, shown(name), expected="equal replicas", found=f"a difference: {names}"
-                )
+                both = f"a difference: {manifest.files[owner].name} and {manifest.files[part.file].name}"
+                raise damaged(directory, shown(name), expected="equal replicas", found=both)
     return [digest.hexdigest() for digest in digests]
 
 
@@ -79,11 +79,11 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     tensors = _Tensors(source)
     digests: dict[Path, str] = {}
     for file in source.stored_files:
-        keys = {key for stored, key in tensors.wanted if stored is file}
-        packed = {key for key in keys if tensors.packed(Key(file, key))}
+        keys = {stored.key: stored for stored in tensors.wanted if stored.file is file}
+        packed = {key for key, stored in keys.items() if tensors.wanted[stored][0] != stored}
 
-        def each(key: str, numbers: Tensor, file: TensorFile = file) -> None:
-            tensors.take(Key(file, key), numbers)
+        def each(key: str, numbers: Tensor, keys: Mapping[str, Key] = keys) -> None:
+            tensors.take(keys[key], numbers)
 
         digests[file.path], seen = read_whole(file, each, keys=keys, at_once=packed, progress=progress)
         verify_sums(file, seen)
@@ -115,15 +115,10 @@ class _Tensors:
         }
         self._parts: dict[Key, Tensor] = {}
 
-    def packed(self, stored: Key) -> bool:
-        """Return whether a stored tensor is part of another."""
-        key, _ = self.wanted[stored]
-        return key.file is not stored.file or len(key.file.made_of(key.key)) > 1
-
     def take(self, stored: Key, numbers: Tensor) -> None:
         """Look at numbers of a stored tensor, as they come."""
         key, name = self.wanted[stored]
-        if self.packed(stored):
+        if key != stored:  # it is packed, and comes whole
             self._parts[stored] = numbers
             parts = [Key(*part) for part in key.file.made_of(key.key)]
             if not all(part in self._parts for part in parts):
@@ -149,9 +144,7 @@ def checksum_of(file: TensorFile) -> Checksum:
     return Checksum([begin for begin, *_ in file.sums] or (entry.begin for entry in file.tensors.values()))
 
 
-def verify_sums(
-    file: TensorFile, seen: Checksum, progress: Callable[[int], None] = lambda read: None
-) -> None:
+def verify_sums(file: TensorFile, seen: Checksum) -> None:
     """Refuse a file of another project if the bytes of its tensors do not have the CRC-32 that the file
     states.
 
@@ -160,8 +153,8 @@ def verify_sums(
     if not file.sums:
         return
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        for _, data in seen.read_gaps(fd, *((begin, end) for begin, end, _ in file.sums)):
-            progress(len(data))
+        for _ in seen.read_gaps(fd, *((begin, end) for begin, end, _ in file.sums)):
+            pass
     for begin, end, stated in file.sums:
         if (crc := seen.of(begin, end)) != stated:
             key, todo = f"CRC-32 of bytes {begin:,} to {end:,}", _ALTERED
@@ -233,3 +226,71 @@ def check_bytes(source: Source, state: ParallelState) -> None:
             found=" and ".join(sorted({name for name, _ in opened})),
             todo="A run saved meanwhile: name one of its checkpoints, or try again",
         )
+
+
+def read_whole(
+    file: TensorFile,
+    each: Callable[[str, Tensor], None],
+    *,
+    keys: Container[str],
+    at_once: Container[str],
+    progress: Callable[[int], None],
+) -> tuple[str, Checksum]:
+    """Read the file; return its SHA-256 (hex) and the sums of the stretches whose sums it states.
+
+    ``each`` is given the numbers of the tensors ``keys``, as they come: pieces of one dim, which it must not
+    keep, or of a tensor in ``at_once`` all of it. Memory is bounded, but for these and for tensors that lie
+    in the file otherwise than row by row. Raises ``BadCheckpoint`` if the file changes meanwhile.
+    """
+    regions, digest, held, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
+    end, tensors = 0, list[str]()
+    with file.opened() as fd:
+        size = os.fstat(fd).st_size
+        bounds = chain(
+            ((begin, end) for begin, (end, _) in regions.items()), (sums[:2] for sums in file.sums)
+        )
+        seen = Checksum({0, size}.union(*bounds))
+        for at, data in seen.read_gaps(fd, *pairwise(sorted(seen.apart))):
+            progress(len(data))
+            digest.update(data)
+            done += len(data)
+            end, tensors = regions.get(at, (end, tensors))
+            if at >= end:
+                continue
+            if len(tensors) == 1 and tensors[0] not in at_once and _row_major(file, tensors[0]):
+                each(tensors[0], torch.frombuffer(data, dtype=TORCH[file.tensors[tensors[0]].dtype]))
+                continue
+            held += data
+            if done == end:
+                for key in tensors:
+                    each(key, _tensor(file, key, held, end - len(held)))
+                held = bytearray()
+    if done < size:
+        expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
+        raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)
+    return digest.hexdigest(), seen
+
+
+def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:
+    """Return, by the first byte of a region, its end and the tensors in it: several if they share bytes."""
+    regions: dict[int, tuple[int, list[str]]] = {}
+    begin, end = 0, 0
+    for first, last, key in sorted((*file.extent(key), key) for key in file.tensors if key in keys):
+        if first < last:
+            begin, end = (first, last) if first >= end else (begin, max(end, last))
+            regions[begin] = end, [*regions.get(begin, (0, []))[1], key]
+    return regions
+
+
+def _row_major(file: TensorFile, key: str) -> bool:
+    (begin, end), entry = file.extent(key), file.tensors[key]
+    return end - begin == entry.nbytes and file.strides(key) == contiguous(entry.shape)
+
+
+def _tensor(file: TensorFile, key: str, region: bytearray, begin: int) -> Tensor:
+    """Return a tensor of the bytes of its region, which begins at byte ``begin`` of the file."""
+    entry, (first, last) = file.tensors[key], file.extent(key)
+    data = memoryview(region)[first - begin : last - begin]
+    if (first - begin) % (BITS[entry.dtype] // 8):  # of another dtype than what lies before it
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=TORCH[entry.dtype]).as_strided(entry.shape, file.strides(key))

@@ -50,7 +50,7 @@ def bench(
     from ..machine.measure.page import make_page, shown_figure
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
-    from ..storage.folder_kind import kinds_of
+    from ..storage.file_names import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file

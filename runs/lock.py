@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..parallel_state import BadInput, ParallelState, together
 from ..storage.disk import FileLock, try_lock
-from ..storage.folder_kind import CHECKPOINTS, holds_steps
+from ..storage.file_names import CHECKPOINTS, holds_steps
 from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
 from .requests import Switches
 

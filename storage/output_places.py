@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from ..system.addresses import address_of
-from .file_names import LONGEST_NAME
-from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
+from .file_names import CHECKPOINTS, LONGEST_NAME, FolderKind, holds_steps, kinds_of
 from .leftovers import bytes_of_leftovers, clear_leftovers
 
 #: How many of a file's first and last bytes are read to tell which command wrote it.

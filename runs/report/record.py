@@ -7,7 +7,7 @@ from typing import Any
 from ...checkpoints import newest_checkpoint, verify
 from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
-from ...storage.folder_kind import CHECKPOINTS, holds_steps
+from ...storage.file_names import CHECKPOINTS, holds_steps
 from ...system import counted
 from ..events import read_events
 from ..metrics import is_whole, read_metrics

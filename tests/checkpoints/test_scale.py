@@ -34,8 +34,7 @@ from trilith.checkpoints import (
 )
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS, moment_name
-from trilith.checkpoints.part_table import PartTable
-from trilith.checkpoints.rank_files import files_to_come, stored_tensors, write_file
+from trilith.checkpoints.rank_files import PartTable, files_to_come, stored_tensors, write_file
 from trilith.checkpoints.stored_tensor import Grid
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens

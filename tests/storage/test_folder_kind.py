@@ -11,7 +11,7 @@ from trilith.checkpoints import convert, read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
-from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_folder
+from trilith.storage.file_names import ADAPTERS, SOURCES, FolderKind, kind_of_folder
 
 #: The files of a folder of each kind; a path that ends in a slash is a folder.
 MARKS = {

@@ -17,7 +17,7 @@ from trilith.checkpoints import read_source
 from trilith.parallel_state import Box, MachineFailed
 from trilith.storage import TensorFile
 from trilith.storage.coverage import check_coverage
-from trilith.storage.folder_kind import SOURCES, kind_of_folder
+from trilith.storage.file_names import SOURCES, kind_of_folder
 from trilith.storage.small_files import (
     log_line,
     read_good_lines,

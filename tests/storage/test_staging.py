@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from trilith.checkpoints import Manifest, newest_checkpoint, verify
-from trilith.checkpoints.part_table import checkpoint_files
+from trilith.checkpoints.rank_files import checkpoint_files
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
