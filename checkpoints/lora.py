@@ -1,18 +1,25 @@
-"""Read LoRA adapters from PEFT's folders, and find the base model that they belong to."""
+"""Read LoRA adapters from PEFT's folders, find the base model that they belong to, and add them to it.
+
+The sum ``W + scale * B A`` is computed a block at a time, with no model.
+"""
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..models import AdaptedFamily, LoraConfig, adapted, implementation_of
+from ..layers import lora_scale
+from ..models import PEFT_PREFIX, AdaptedFamily, LoraConfig, ModelConfig, adapted, implementation_of
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, in_one_file
-from ..storage.dtypes import WEIGHTS
+from ..storage.dtypes import WEIGHTS, look_at
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, ADAPTERS, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import companions_in
 from ..storage.safe_open import contained
@@ -21,8 +28,11 @@ from ..storage.small_files import read_json
 from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
+from .stored_tensor import first_difference
 
 _SAMPLE = 256
+#: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.
+Change = Callable[[Tensor, Box], Tensor]
 
 
 def fingerprint(base: Source) -> str:
@@ -145,17 +155,105 @@ def _peft_folder(path: Path, base: Source) -> Source:
 
 
 def _check_tensors(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name in [*shapes, *file.tensors]:
-        if name not in shapes or name not in file.tensors:
-            todo = "The adapter is for another model, or for modules that are not supported here"
-            expected, actual = "no such tensor", "one"
-            if name in shapes:
-                expected, actual = "a tensor, as target_modules says", "none of that name"
-            raise BadInput(file.path, name, expected=expected, found=actual, todo=todo)
-    for name, shape in shapes.items():
-        entry = file.tensors[name]
+    if difference := first_difference(shapes, {name: entry.shape for name, entry in file.tensors.items()}):
+        name, wanted, there = difference
+        expected = (
+            "no such tensor" if wanted is None else [*wanted] if there else "a tensor, as target_modules says"
+        )
+        todo = "The adapter is for another model or modules, or its rank differs from adapter_config.json"
+        actual = "none of that name" if there is None else [*there]
+        raise BadInput(file.path, name, expected=expected, found=actual, todo=todo)
+    for name, entry in file.tensors.items():
         if entry.dtype not in WEIGHTS:
             raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
-        if entry.shape != shape:
-            todo = "The adapter is for another model, or its rank differs from adapter_config.json"
-            raise BadInput(file.path, name, expected=list(shape), found=list(entry.shape), todo=todo)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """State which part of a product B A is added to one tensor of the base.
+
+    ``adapted``: the name that patterns for the rank are matched with. ``holder``: the module of A and B in
+    PEFT's files. The tensor gets the rows of B from ``start`` up to ``stop``. It belongs to one ``expert``
+    out of ``experts`` (1 for a linear layer). If ``expert`` is ``None``, the tensor is the stack of all
+    experts, (E, out, in), or (E, in, out) if ``transposed``.
+    """
+
+    adapted: str
+    holder: str
+    expert: int | None = 0
+    experts: int = 1
+    start: int = 0
+    stop: int | None = None
+    transposed: bool = False
+
+
+def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
+    """Return the product for each tensor of the base that the adapters change, by Hugging Face's names."""
+    by_name = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
+    for stack in family.stacks(config):
+        if not stack.files:
+            product = Product(stack.name, stack.holder, None, stack.experts, transposed=stack.transposed)
+            by_name[stack.stored] = product
+        for expert, modules in enumerate(stack.files):
+            for (_, start, stop), module in zip(stack.outputs, modules, strict=True):
+                product = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
+                by_name[f"{module}.weight"] = product
+    return by_name
+
+
+class Merge:
+    """Add a LoRA adapter to the tensors of its base, which go by their Hugging Face names.
+
+    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear
+    at a time.
+    """
+
+    def __init__(self, base: Source, adapter: Source) -> None:
+        assert isinstance(adapter.family, AdaptedFamily), adapter.path
+        self.adapter, self._lora = adapter, adapter.family.lora
+        config = base.model_config
+        self._products = products(adapter.family, config)
+        links, _ = adapter.family.base.links(config)
+        self._turned = {link.hf for link in links if link.transpose}
+        self._held = threading.local()
+
+    @property
+    def identity(self) -> object:
+        """Return a value that differs whenever the adapter would add other numbers."""
+        return self._lora, [file.state() for file in self.adapter.files]
+
+    def change(self, name: str) -> Change | None:
+        """Return the function that adds the adapter to this tensor, or ``None`` if it has no adapter."""
+        product = self._products.get(name)
+        return None if product is None else partial(self._add, name, product)
+
+    def _add(self, name: str, product: Product, numbers: Tensor, box: Box) -> Tensor:
+        """Return the base's numbers and what the adapter adds."""
+        a, b = self._factors(product.holder, torch.promote_types(numbers.dtype, torch.float32))
+        rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
+        if product.expert is None:
+            stack, first, second = box.slices
+            rows, columns = (second, first) if product.transposed else (first, second)
+            a_ERI = a.unflatten(0, (product.experts, rank))[stack, :, columns]
+            b_ORE = b.unflatten(1, (rank, product.experts))[rows, :, stack]
+            form = "ore,eri->eio" if product.transposed else "ore,eri->eoi"
+            delta = torch.einsum(form, b_ORE, a_ERI).contiguous()
+        else:
+            a = a[product.expert * rank : (product.expert + 1) * rank]
+            b = b[product.start : product.stop, product.expert :: product.experts]
+            rows, columns = box.slices
+            # GPT-2's Conv1D is (in, out)
+            delta = a[:, rows].T @ b[columns].T if name in self._turned else b[rows] @ a[:, columns]
+        merged = delta.mul_(lora_scale(rank, alpha, rslora=self._lora.use_rslora)).add_(numbers)
+        if not look_at(merged.contiguous()).finite:
+            raise BadInput(self.adapter.path, name, expected="finite sums", found="a NaN or an infinity")
+        return merged
+
+    def _factors(self, holder: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        known: dict[str, tuple[Tensor, Tensor]] = self._held.__dict__
+        if holder not in known:
+            known.clear()
+            names = (f"{PEFT_PREFIX}{holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
+            a, b = (self.adapter.hf[name].read().to(dtype) for name in names)
+            known[holder] = a, b
+        return known[holder]

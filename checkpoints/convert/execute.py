@@ -25,7 +25,7 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
 from ...storage.strides import blocks
-from .merge_lora import Change
+from ..lora import Change
 from .plan import Transfer
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A

@@ -19,12 +19,11 @@ from ...storage.dtypes import BITS, TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
 from ...system import no_garbage_search
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
-from ..lora import base_for, read_adapter
+from ..lora import Merge, base_for, read_adapter
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
 from ..stored_tensor import Part, Role, StoredTensor
 from ..verify import verify
-from .merge_lora import Merge
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
 _PLAN = 4
