@@ -6,7 +6,6 @@ A folder holds ``.metadata``, a pickle that lists every tensor with its chunks a
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.coverage import check_coverage
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
-from ...storage.safe_open import check_plain_name, contained, open_regular, read_small
+from ...storage.safe_open import check_plain_name, contained, read_small
 from ...storage.strict_json import shown
 from ...storage.torch_archive import (
     Limits,
@@ -26,8 +25,7 @@ from ...storage.torch_archive import (
     Record,
     View,
     ViewFile,
-    ZipEntry,
-    archive_at,
+    read_archive,
     read_records,
 )
 from ...storage.torch_archive.archive import size_of
@@ -136,14 +134,12 @@ def read_tensors(path: Path, further: Mapping[str, Maker | None] | None = None) 
         places[name, _sizes(offset, where, name) if offset is not None else ()] = (
             check_plain_name(file, where, shown(name)), begin, length,
         )  # fmt: skip
-    files = _Files(path)
-    tensors, objects = Catalog(), []
+    tensors, objects, files = Catalog(), list[str](), dict[str, ViewFile]()
     for name, described in listed.items():
         if isinstance(described, Record) and described.name == f"{_METADATA}BytesStorageMetadata":
             objects.append(str(name))
         else:
             tensors[str(name)] = _tensor(str(name), described, places, files, where)
-    files.finish()
     return tensors, objects
 
 
@@ -157,48 +153,30 @@ def read_count(tensor: LazyTensor, path: Path, name: str) -> int:
     return int(number)
 
 
-class _Files:
-    """Hold the files of a checkpoint, and collect the stretches whose CRC-32 they state. No file stays open:
-    there may be thousands.
+def _view(
+    files: dict[str, ViewFile], folder: Path, place: tuple[str, int, int], key: str
+) -> tuple[ViewFile, View]:
+    """Return the file and the tensor in the archive at a place: a file's name, its first byte and its length.
+
+    No file stays open: there may be thousands.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, ViewFile] = {}
-        self._entries: dict[str, list[ZipEntry]] = defaultdict(list)
-
-    def view(self, name: str, begin: int, length: int, key: str) -> tuple[ViewFile, View]:
-        """Return the file and the tensor in the archive of ``length`` bytes from ``begin`` on."""
-        if name not in self._known:
-            self._known[name] = ViewFile.of(contained(self._path, name))
-        file = self._known[name]
-        if not 0 <= begin <= begin + length <= file.size:
-            file_size = f"a file of {file.size:,} bytes"
-            raise BadInput(
-                file.path,
-                shown(key),
-                expected=f"{length:,} bytes from byte {begin:,} on",
-                found=file_size,
-                todo="Copy it again: it was cut short",
-            )
-        with open_regular(file.path) as (fd, _):
-            archive = archive_at(fd, begin, begin + length, file.path)
-        if not isinstance(archive.value, View):
-            raise BadInput(file.path, shown(key), expected="a tensor", found=type(archive.value).__name__)
-        self._entries[name] += archive.entries
-        return file, archive.value
-
-    def finish(self) -> None:
-        """Tell each file its stretches."""
-        for name, file in self._known.items():
-            file.know(self._entries[name])
+    name, begin, length = place
+    file = files.get(name) or files.setdefault(name, ViewFile.of(contained(folder, name)))
+    if not 0 <= begin <= begin + length <= file.size:
+        expected, actual = f"{length:,} bytes from byte {begin:,} on", f"a file of {file.size:,} bytes"
+        todo = "Copy it again: it was cut short"
+        raise BadInput(file.path, shown(key), expected=expected, found=actual, todo=todo)
+    view = read_archive(file, begin, begin + length)
+    if not isinstance(view, View):
+        raise BadInput(file.path, shown(key), expected="a tensor", found=type(view).__name__)
+    return file, view
 
 
 def _tensor(
     name: str,
     described: object,
     places: Mapping[tuple[str, tuple[int, ...]], tuple[str, int, int]],
-    files: _Files,
+    files: dict[str, ViewFile],
     where: Path,
 ) -> LazyTensor:
     """Return one tensor; its chunks must cover it once and be what their archives hold."""
@@ -226,7 +204,7 @@ def _tensor(
             )
         if not box.size:
             continue
-        file, view = files.view(*place, name)
+        file, view = _view(files, where.parent, place, name)
         if (view.dtype, view.shape) != (stored, sizes):
             actual = f"{view.dtype} {[*view.shape]}"
             raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=actual)

@@ -17,7 +17,7 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
-from ...storage.torch_archive import Maker, TorchArchive, View, ViewFile
+from ...storage.torch_archive import Maker, View, ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
@@ -59,7 +59,7 @@ def read(path: Path) -> ForeignCheckpoint:
         raise BadInput(
             folder / _CONFIG, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo
         )
-    common = TorchArchive.open(contained(folder, _COMMON), NAMES).value
+    common = read_archive(ViewFile.of(contained(folder, _COMMON)), allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
     arguments = Arguments(common.get("args"), folder / _COMMON)

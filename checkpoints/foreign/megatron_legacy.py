@@ -17,7 +17,7 @@ from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
-from ...storage.torch_archive import TorchArchive, View, ViewFile
+from ...storage.torch_archive import View, ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .megatron_arguments import NAMES, Arguments, step_folder
@@ -75,8 +75,8 @@ def read(path: Path) -> ForeignCheckpoint:
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
         file = contained(folder, f"{rank_folder.name}/{name}")
-        archive = TorchArchive.open(file, NAMES)
-        value = archive.value
+        views = ViewFile.of(file)
+        value = read_archive(views, allowed=NAMES)
         if not isinstance(value, dict):
             raise BadInput(file, expected="a dict", found=type(value).__name__)
         arguments = Arguments(value.get("args"), file)
@@ -91,8 +91,6 @@ def read(path: Path) -> ForeignCheckpoint:
         if step != checkpoint.step:
             todo = "The ranks' files are not of one checkpoint: copy all of them again"
             raise BadInput(file, "iteration", expected=checkpoint.step, found=step, todo=todo)
-        views = ViewFile.of(file)
-        views.know(archive.entries)
         rank = _Rank(views, *_coordinates(matched, arguments, file))
         for key in sorted(key for key in value if isinstance(key, str) and _MODEL.fullmatch(key)):
             tensors, left = _flat(value[key], file)

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, cast
 from ...parallel_state import BadCheckpoint, BadInput
 from ..crc import crc32
 from ..dtypes import BITS, TORCH
-from ..safe_open import open_regular
 from ..safetensors_header import MAX_TENSORS
 from ..strict_json import shown, what_it_looks_like
 from .pickle_records import Maker, Name, OrderedDict, read_records
@@ -47,48 +46,34 @@ class _Storage:
         raise ValueError("a state for a storage")
 
 
-class TorchArchive:
-    """Hold what one archive describes.
+def read_archive(
+    file: ViewFile, begin: int = 0, end: int | None = None, allowed: Mapping[str, Maker | None] | None = None
+) -> object:
+    """Return the object in the archive that is bytes ``begin`` to ``end`` of a file (default: all of it), as
+    plain data; its tensors are ``View``s that count from the file's first byte.
 
-    ``value``: the saved object as plain data; its tensors are ``View``s that count from the file's first
-    byte. ``entries``: the storages, with the CRC-32 that the archive states; only those of the pickle and
-    the byte order were compared yet.
+    The file is told the storages with the CRC-32 that the archive states; only those of the pickle and the
+    byte order are compared yet. ``allowed``: names that may occur besides torch's own for tensors (see
+    ``read_records``). ``BadInput`` for an older form than the zip archives of torch 1.6, for any other name,
+    and for an archive whose storages and tensors do not fit together; ``BadCheckpoint`` for a pickle that was
+    altered.
     """
-
-    def __init__(self, value: object, entries: list[ZipEntry]) -> None:
-        self.value, self.entries = value, entries
-
-    @classmethod
-    def open(cls, path: Path, allowed: Mapping[str, Maker | None] | None = None) -> TorchArchive:
-        """Read the archive that is all of file ``path``; see ``archive_at``."""
-        with open_regular(path) as (fd, status):
-            return archive_at(fd, 0, status.st_size, path, allowed)
-
-
-def archive_at(
-    fd: int, begin: int, end: int, where: Path, allowed: Mapping[str, Maker | None] | None = None
-) -> TorchArchive:
-    """Read the archive that is bytes ``begin`` to ``end`` of an open file.
-
-    ``allowed``: names that may occur besides torch's own for tensors (see ``read_records``). ``BadInput``
-    for an older form than the zip archives of torch 1.6, for any other name, and for an archive whose
-    storages and tensors do not fit together; ``BadCheckpoint`` for a pickle that was altered.
-    """
-    first = os.pread(fd, 262, begin)
-    if not first.startswith(_ZIP):
-        raise BadInput(
-            where, expected="an archive of torch.save", found=shown(first[:16]), todo=_way_out(first)
-        )
-    entries = zip_entries(fd, begin, end, where)
-    pickles = [name for name in entries if name.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        todo = "It is a zip archive, but none that torch.save wrote"
-        raise BadInput(where, expected="one entry data.pkl", found=len(pickles), todo=todo)
-    root = pickles[0].removesuffix("data.pkl")
-    order = entries.get(f"{root}byteorder")
-    if order is not None and (byte_order := _checked(fd, order, where, f"{root}byteorder")) != b"little":
-        raise BadInput(where, f"{root}byteorder", expected="little", found=shown(byte_order))
-    stretches: list[ZipEntry] = []
+    where = file.path
+    with file.opened() as fd:
+        first = os.pread(fd, 262, begin)
+        if not first.startswith(_ZIP):
+            expected, todo = "an archive of torch.save", _way_out(first)
+            raise BadInput(where, expected=expected, found=shown(first[:16]), todo=todo)
+        entries = zip_entries(fd, begin, file.size if end is None else end, where)
+        pickles = [name for name in entries if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            todo = "It is a zip archive, but none that torch.save wrote"
+            raise BadInput(where, expected="one entry data.pkl", found=len(pickles), todo=todo)
+        root = pickles[0].removesuffix("data.pkl")
+        order = entries.get(f"{root}byteorder")
+        if order is not None and (byte_order := _checked(fd, order, where, f"{root}byteorder")) != b"little":
+            raise BadInput(where, f"{root}byteorder", expected="little", found=shown(byte_order))
+        raw = _checked(fd, entries[pickles[0]], where, pickles[0])
 
     def storage(args: tuple[Any, ...]) -> _Storage:
         kind, name, key, _, count = args
@@ -100,13 +85,11 @@ def archive_at(
         if entry is None or count * (BITS[dtype] // 8) != entry.end - entry.begin:
             stated = "no such entry" if entry is None else f"{entry.end - entry.begin:,} bytes"
             raise ValueError(f"{stated} for {count} elements of {dtype} in {root}data/{key}")
-        stretches.append(entry)
+        file.know(entry)
         return _Storage(dtype, entry)
 
-    raw = _checked(fd, entries[pickles[0]], where, pickles[0])
     names = ChainMap(_NAMES, cast(dict[str, Maker | None], allowed or {}))
-    value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage)
-    return TorchArchive(value, sorted(set(stretches), key=lambda stretch: stretch.begin))
+    return read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage)
 
 
 def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
@@ -202,15 +185,12 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
     dicts lie inside one another, whether they are ``expected`` or not. What is no tensor is left out.
     ``BadInput`` if there is no tensor.
     """
-    archive = TorchArchive.open(path)
     file = ViewFile.of(path)
-    file.know(archive.entries)
-    for name, view in tensors_in(archive.value, path):
+    value = read_archive(file)
+    for name, view in tensors_in(value, path):
         file.add(view, name)
     if not file.tensors:
-        raise BadInput(
-            path, expected="a dict of tensors", found=f"a {type(archive.value).__name__} without any"
-        )
+        raise BadInput(path, expected="a dict of tensors", found=f"a {type(value).__name__} without any")
     return file
 
 

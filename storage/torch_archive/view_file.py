@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,18 +22,21 @@ from .zip_entries import ZipEntry
 _AT_ONCE = 1 << 18
 
 
+_BEGIN = attrgetter("begin")
+
+
 class ViewFile(TensorFile):
     """Give views of a file as its tensors; ``add`` makes one more.
 
-    ``stretches``: the parts of the file whose CRC-32 the file states itself. A view lies in one of them, or
-    in none of a file without any. ``sums`` are those of them that hold views.
+    A view lies in one of the stretches whose CRC-32 the file states itself, or in none of a file without any.
+    ``sums`` are those of them that hold views.
     """
 
-    def __init__(self, path: Path, size: int, identity: object, stretches: Iterable[ZipEntry] = ()) -> None:
+    def __init__(self, path: Path, size: int, identity: object) -> None:
         super().__init__(path, {}, {}, 0, identity)
         self.views: dict[str, View] = {}
         self._size = size
-        self.know(stretches)
+        self._stretches: list[ZipEntry] = []  # in order
 
     @classmethod
     def of(cls, path: Path) -> ViewFile:
@@ -40,10 +44,10 @@ class ViewFile(TensorFile):
         with open_regular(path) as (_, status):
             return cls(path, status.st_size, identity_of(status))
 
-    def know(self, stretches: Iterable[ZipEntry]) -> None:
-        """Take the parts of the file whose CRC-32 is known."""
-        self._stretches = sorted(stretches, key=lambda stretch: stretch.begin)
-        self._begins = [stretch.begin for stretch in self._stretches]
+    def know(self, stretch: ZipEntry) -> None:
+        """Take a part of the file whose CRC-32 is known, once."""
+        if self._stretch(stretch.begin) != stretch:
+            insort(self._stretches, stretch, key=_BEGIN)
 
     def add(self, view: View, key: str | None = None) -> str:
         """Add a view; return the key under which ``read`` gives it.
@@ -54,7 +58,7 @@ class ViewFile(TensorFile):
         assert key not in self.views, key
         end = self._size
         if self._stretches:
-            stretch = self._stretch(view)
+            stretch = self._stretch(view.begin)
             end = -1 if stretch is None else stretch.end
         if not 0 <= view.begin <= view.stop <= end:
             actual = f"bytes {view.begin:,} to {view.stop:,}"
@@ -75,13 +79,14 @@ class ViewFile(TensorFile):
 
     def sum_of(self, key: str) -> int | None:
         """Return the CRC-32 that the file states for exactly the bytes of a view, or ``None``."""
-        view, stretch = self.views[key], self._stretch(self.views[key])
+        view, stretch = self.views[key], self._stretch(self.views[key].begin)
         exact = stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
         return stretch.crc if stretch is not None and exact else None
 
-    def _stretch(self, view: View) -> ZipEntry | None:
-        number = bisect_right(self._begins, view.begin) - 1
-        return self._stretches[number] if number >= 0 else None
+    def _stretch(self, begin: int) -> ZipEntry | None:
+        """Return the last stretch that begins up to there."""
+        number = bisect_right(self._stretches, begin, key=_BEGIN)
+        return self._stretches[number - 1] if number else None
 
     @property
     def size(self) -> int:
@@ -91,7 +96,7 @@ class ViewFile(TensorFile):
     @property
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of each stretch that holds a view, in order."""
-        used = {stretch for view in self.views.values() if (stretch := self._stretch(view)) is not None}
+        used = {stretch for view in self.views.values() if (stretch := self._stretch(view.begin)) is not None}
         return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in used)
 
     def extent(self, name: str) -> tuple[int, int]:

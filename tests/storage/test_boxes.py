@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.coverage import first_flaw
 from trilith.storage.strides import blocks, contiguous, runs_of
-from trilith.storage.torch_archive import TorchArchive, View, ViewFile
+from trilith.storage.torch_archive import View, ViewFile, read_archive
 
 
 @st.composite
@@ -125,10 +125,8 @@ def test_a_column_box_is_one_regular_grid():
 
 
 def opened(path):
-    archive = TorchArchive.open(path)
     file = ViewFile.of(path)
-    file.know(archive.entries)
-    tensors = {name: one for name, one in archive.value.items() if isinstance(one, View)}
+    tensors = {name: one for name, one in read_archive(file).items() if isinstance(one, View)}
     for name, view in tensors.items():
         file.add(view, name)
     return tensors, file

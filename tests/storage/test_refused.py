@@ -27,7 +27,7 @@ from trilith.storage.small_files import (
     read_toml,
 )
 from trilith.storage.staging import Staging
-from trilith.storage.torch_archive import TorchArchive, View, ViewFile
+from trilith.storage.torch_archive import View, ViewFile, read_archive
 
 READERS = {
     "text": read_text,
@@ -131,10 +131,8 @@ BASE = torch.arange(60.0).view(12, 5)
 
 def archive(why, value, says, damage=lambda path: None, code=2, **options):
     def call(folder):
-        archive = TorchArchive.open(folder / "a")
         file = ViewFile.of(folder / "a")
-        file.know(archive.entries)
-        for name, view in archive.value.items():
+        for name, view in read_archive(file).items():
             assert isinstance(view, View)
             file.add(view, name)
 
