@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
@@ -43,11 +43,8 @@ class StoredDeclaration(StrictRecord):
     blocks: tuple[int, ...] = ()
 
     def restored(self) -> Declaration:
-        cut = None if self.cut is None else Cut(**self.cut.model_dump())
-        return Declaration(
-            self.shape, cut=cut, multiple=self.multiple, partial=self.partial, ends=self.ends,
-            experts=self.experts, buffer=self.buffer,
-        )  # fmt: skip
+        fields = self.model_dump(exclude={"stages", "blocks"})
+        return Declaration(**fields | {"cut": None if self.cut is None else Cut(**fields["cut"])})
 
 
 class StoredRule(StrictRecord):
@@ -100,12 +97,8 @@ class StoredModule(StrictRecord):
         for number, stage in enumerate(stages):
             for name, declaration in stage.items():
                 where = stored[name].stages if name in stored else ()
-                cut = None if declaration.cut is None else StoredCut(**asdict(declaration.cut))
-                stored[name] = StoredDeclaration(
-                    shape=declaration.shape, cut=cut, multiple=declaration.multiple,
-                    partial=declaration.partial, ends=declaration.ends,
-                    experts=declaration.experts, buffer=declaration.buffer, stages=(*where, number),
-                )  # fmt: skip
+                record = StoredDeclaration.model_validate(declaration, from_attributes=True)
+                stored[name] = record.model_copy(update={"stages": (*where, number)})
         rules = tuple(map(StoredRule.of, names))
         if {name for block in blocks for name in block} != stored.keys():
             blocks = ()
