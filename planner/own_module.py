@@ -14,12 +14,12 @@ from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
 from ..pipeline.relay import StageOutput, Travels, sent_as
-from ..simulation.asked_numbers import numbers_refused
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
 from ..simulation.recorder import Recorder
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
+from ..simulation.waits import numbers_refused
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..training.token_loss import TokenLoss
 from .rank_parameters import has_pieces, parts_of_module
@@ -28,7 +28,7 @@ from .step_shape import Work
 
 #: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
 Loss = Callable[..., Any]
-_NOTHING = Trace(kept=0, made=0, forward=0, weights=0)
+_NOTHING = Trace()
 
 
 def stages_of(

@@ -122,7 +122,8 @@ class TracedModel(PlannedModel):
         work = Work(ParallelState.alone(), 1, sequence_length, 1, 1, fused=False)
         (stage,) = stages_of(work, self._make(work.state, None), self._own.samples, self._own.loss)
         (piece,) = stage.beside
-        return TokenFlops(*(each / sequence_length for each in (piece.matrices, piece.other, piece.trained)))
+        matrices, trained, other = (flops / sequence_length for flops in piece.plain.forward_flops)
+        return TokenFlops(matrices, other, trained)
 
 
 def planned_model(

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from .micro_batch import MicroBatch
     from .rank import simulated_rank
     from .record import StepRecord
-    from .wait import Wait, Waits
-    from .waits import WAITS
+    from .waits import WAITS, Wait, Waits
 
 __all__ = [
     "WAITS",

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ..parallel_state.engine import accelerator
-from . import replaced_operators
 
 #: The device's name, as in ``torch.device("simulated:0")``.
 NAME = "simulated"
@@ -29,6 +28,14 @@ GROUP = "simulated_group"
 
 #: Called where the host waits for all of a stream or an event; the device that is entered notes it.
 WAITING: list[Callable[[], object]] = []
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _unreached(*args: Any) -> Tensor:
+    # The device answers before torch looks for this kernel, which stands for there being one.
+    raise RuntimeError("a tensor of the simulated device outside SimulatedDevice")
 
 
 def _wait() -> None:
@@ -147,7 +154,8 @@ def register() -> None:
     ]
     for owner, name, replacement in instead:
         setattr(owner, name, replacement)
-    replaced_operators.register()
+    # One kernel on CPUs and GPUs, which torch composes on a device that registers none.
+    _LIBRARY.impl("silu_backward", _unreached, "PrivateUse1")
     accelerator.WITHOUT_NUMBERS.add(NAME)
     dist.Backend.register_backend(GROUP, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 

@@ -7,10 +7,8 @@ place is a ``Wait``, with its reason.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,13 +18,8 @@ from torch import Tensor
 from ..parallel_state.engine import UncompiledMode, accelerator
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
-from .tensors import DEVICE, device_of, tensors_in, with_tensors
-from .wait import Kind, Locals, Wait, Waits
-
-_HOUSE, _HERE = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-_TORCH = Path(torch.__file__).parent  # as its functions name their files
-#: Beginnings of the names of operators that make a tensor and start no kernel.
-_ALLOCATE = ("aten::empty", "aten::new_empty")
+from .tensors import DEVICE, device_of, tensors_in
+from .waits import Kind, Locals, Wait, Waits, waiting_place
 
 
 class Mixed(AssertionError):
@@ -41,8 +34,7 @@ class SimulatedDevice(UncompiledMode):
     """Be the device while it is entered. Raises ``Mixed``, and ``NewWait`` for what is not in ``waits``; with
     ``strict=False`` only the first, and what is read at another place is zero.
 
-    ``waited`` counts the waits by place and kind, ``kernels`` the operators that would start a kernel, by
-    name; ``moved`` are the bytes that these read and write.
+    ``waited`` counts the waits by place and kind.
     """
 
     def __init__(self, waits: Waits, *, strict: bool = True) -> None:
@@ -50,13 +42,7 @@ class SimulatedDevice(UncompiledMode):
         self._strict = strict
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waits = {(wait.place, wait.kind): wait for wait in waits}
-        self.clear()
-
-    def clear(self) -> None:
-        """Count from zero again."""
         self.waited: Counter[tuple[str, Kind]] = Counter()
-        self.kernels: Counter[str] = Counter()
-        self.moved = 0
 
     def __enter__(self) -> SimulatedDevice:
         copy_from_host_in_sight()
@@ -89,29 +75,30 @@ class SimulatedDevice(UncompiledMode):
         if call.host and accelerator.is_host(NAME):  # it stands for the host, where nothing can be mixed
             if call.name.endswith("_") and args[0] is call.host[0]:
                 return args[0]
-            args, call.kwargs = with_tensors((args, call.kwargs), self._here)
+            args, call.kwargs = self._here((args, call.kwargs))
         else:
             call.check_places()
-        made = remembered(func, args, call.kwargs, self._fake)
-        if not func.is_view and not call.name.startswith(_ALLOCATE):
-            self.kernels[call.name] += 1
-            self.moved += sum(tensor.nbytes for tensor in (*call.given, *tensors_in(made)))
-        return made
+        return remembered(func, args, call.kwargs, self._fake)
 
     def _on_device(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._fake:
             return func(*args, **kwargs)
 
-    def _here(self, tensor: Tensor) -> Tensor:
-        on_host = tensor.device.type == "cpu" and tensor.ndim > 0
-        return self._on_device(torch.empty_like, tensor, device=NAME) if on_host else tensor
+    def _here(self, value: Any) -> Any:
+        """Return nested lists, tuples and dicts with the tensors of the host on the device."""
+        if isinstance(value, Tensor):
+            on_host = value.device.type == "cpu" and value.ndim > 0
+            return self._on_device(torch.empty_like, value, device=NAME) if on_host else value
+        if isinstance(value, dict):
+            return {key: self._here(inner) for key, inner in value.items()}
+        return type(value)(map(self._here, value)) if type(value) in (list, tuple) else value
 
     def _upload(self, non_blocking: bool) -> None:
         if not non_blocking:
             self._wait("upload")
 
     def _wait(self, kind: Kind) -> tuple[Wait | None, FrameType | None]:
-        place, frame = _place()
+        place, frame = waiting_place()
         self.waited[place, kind] += 1
         if (place, kind) not in self._waits:
             if not self._strict:
@@ -154,11 +141,11 @@ class _Call:
         """Raise ``Mixed`` for a tensor of the host with dims, or a generator of the host."""
         generator = self.kwargs.get("generator")
         if generator is not None and generator.device.type != NAME:
-            where = f"a generator of {generator.device}, in {_place()[0]}"
+            where = f"a generator of {generator.device}, in {waiting_place()[0]}"
             raise Mixed(f"{self.name} on the device with {where}")
         if any(tensor.ndim for tensor in self.host):
             shapes = ", ".join(f"{[*tensor.shape]} on {tensor.device}" for tensor in self.given)
-            raise Mixed(f"{self.name} of {shapes}, in {_place()[0]}")
+            raise Mixed(f"{self.name} of {shapes}, in {waiting_place()[0]}")
 
 
 def _copy(device: SimulatedDevice, call: _Call) -> Any:
@@ -215,20 +202,3 @@ _HANDLERS: dict[str, Callable[[SimulatedDevice, _Call], Any]] = {
     # Torch's own stand-in makes a second tensor of it.
     "_c10d_functional::wait_tensor": lambda device, call: call.args[0],
 }
-
-
-def _place() -> tuple[str, FrameType | None]:
-    """Return the innermost function of ours that runs, as ``file: Class.method``, and its frame; or, where
-    autograd's own thread runs nothing of ours, that of torch's distributed package.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    of_torch: tuple[str, FrameType] | None = None
-    while frame is not None:
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.partition(".<locals>")[0]
-        ours = path.is_relative_to(_HOUSE) and not path.is_relative_to(_HERE)
-        if ours and not name.endswith("__torch_dispatch__"):  # a mode, which stands between torch and torch
-            return f"{path.relative_to(_HOUSE)}: {name}", frame
-        if of_torch is None and path.is_relative_to(_TORCH / "distributed"):
-            of_torch = f"torch/{path.relative_to(_TORCH)}: {name}", frame
-        frame = frame.f_back
-    return of_torch or ("torch", None)

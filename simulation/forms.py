@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import engine
-from .tensors import device_of, tensors_of
+from .tensors import device_of, tensors_in
 
 #: The forms of what an operator gives, by the operator and the forms of its arguments: of torch's tensors on
 #: the "meta" device, and of its fake ones.
@@ -35,16 +35,15 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     kind = _kind(func)
     if kind is None or (kind == "view" if mode is None else engine.other_modes()):
         return _call(func, args, kwargs, fakes)
-    if kind == "view" and mode is not None:
-        if not _is_own(args[0], mode):
-            return _call(func, args, kwargs, fakes)
+    if mode is not None and not all(_is_own(tensor, mode) for tensor in tensors_in((args, kwargs))):
+        return _call(func, args, kwargs, fakes)
+    if kind == "view":
         from ..parallel_state.engine.fake_tensors import view_of_fake
 
         return view_of_fake(mode, func, args, kwargs)
-    form = _form if mode is None else _fake_form
     try:
-        named = [(name, form(value)) for name, value in kwargs.items()]
-        key = mode is None, torch.get_default_dtype(), func, *map(form, args), *named
+        named = [(name, _form(value)) for name, value in kwargs.items()]
+        key = mode is None, torch.get_default_dtype(), func, *map(_form, args), *named
         known = _FORMS.get(key)
     except TypeError:  # an argument that has no hash
         return _call(func, args, kwargs, fakes)
@@ -83,7 +82,7 @@ def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Se
     if kind == "changes":
         return (None, ()) if _is_own(args[0], mode) else None
     several = type(out) if isinstance(out, tuple | list) else None
-    known = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    known = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     parts = list[_Form | float | None]()
     for x in out if several else (out,):
         if x is None or isinstance(x, int | float):
@@ -112,16 +111,8 @@ def _bytes(form: _Form) -> int:
 
 def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _Form(value.shape, value.stride(), value.dtype, value.device)
+        return _Form(value.shape, value.stride(), value.dtype, device_of(value))
     return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
-
-
-def _fake_form(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if getattr(value, "constant", value) is not None:
-            raise TypeError("a tensor whose number torch knows")
-        return value.shape, value.stride(), value.dtype, device_of(value), value.storage_offset()
-    return tuple(map(_fake_form, value)) if isinstance(value, list) else (type(value), value)
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
-"""Call the operators of a GPU without one, where a GPU has one kernel and other devices several.
+"""Let functions call the operators of a device that is not there: a GPU's one kernel, or a CPU's several.
 
 What an operator keeps for its backward follows from its derivative, whatever the device. Only where torch
-itself asks for the device, and takes a fused kernel on a GPU and a composite on a CPU, a trace must be told.
+itself asks for the device, and takes a fused kernel on one and a composite on another, it must be told.
 
 =============================  =====================================  ====================================
 function                       on a GPU (torch 2.13)                  keeps for backward, beside its inputs
@@ -12,40 +12,65 @@ rms_norm                       _fused_rms_norm (layer_norm.cpp)       a scale of
 dropout                        native_dropout (Dropout.cpp)           a mask, one byte a number
 =============================  =====================================  ====================================
 
-The choice between the two kernels of attention is that of ``sdp_utils.cpp``.
+The choice between the two kernels of attention is that of ``sdp_utils.cpp``, and that of a CPU's is
+``use_flash_attention_cpp`` in ``sdp_utils_cpp.cpp``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..parallel_state.engine import accelerator
 
+Kernels = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
-
-
-_plain_attention = F.scaled_dot_product_attention
+_LIBRARY = torch.library.Library("aten", "IMPL")
+#: What computes composite operators while it is entered; ``NotImplemented`` for what torch composes.
+_ENTERED: list[Mapping[str, Callable[..., Any]]] = []
 
 
 @contextmanager
-def fused_functions() -> Iterator[None]:
-    """Let torch's functions call a GPU's fused kernels inside this context, in all threads."""
-    with ExitStack() as stack:
-        for function, kernel in _KERNELS.items():
-            stack.enter_context(mock.patch.object(*function, kernel))
+def computing_as(kernels: Kernels, backend: str = "PrivateUse1") -> Iterator[None]:
+    """Let tensors on torch's device of this name for it, by default the simulated one, be computed as a GPU's
+    or a CPU's inside this context, in all threads, and where C++ calls operators.
+    """
+    _choose(f"Autograd{backend}")
+    _ENTERED.append(_FUNCTIONS[kernels])
+    try:
         yield
+    finally:
+        _ENTERED.pop()
 
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Let tensors on the "meta" device be computed as a GPU's inside this context, and layers choose so."""
-    with accelerator.imagined(), fused_functions():
+    with accelerator.imagined(), computing_as("gpu", "Meta"):
         yield
+
+
+@cache
+def _choose(key: str) -> None:
+    """Let composite operators of a device be replaceable; for good."""
+    for name in _FUNCTIONS["gpu"]:
+        _LIBRARY.impl(name, _choice(name), key)
+
+
+def _choice(name: str) -> Callable[..., Any]:
+    composed = getattr(_aten, name).default
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _ENTERED and (instead := _ENTERED[-1].get(name)) is not None:
+            made = instead(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        return composed.decompose(*args, **kwargs)
+
+    return run
 
 
 def _attention(
@@ -55,13 +80,12 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     if q_BHSE.dtype == torch.float64:  # which no kernel takes
-        return _plain_attention(
-            q_BHSE, k_BKTE, v_BKTE, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return NotImplemented
     if attn_mask is None and q_BHSE.dtype in (torch.bfloat16, torch.float16):
         out, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSE, k_BKTE, v_BKTE, dropout_p, is_causal, False, scale=scale
@@ -72,7 +96,7 @@ def _attention(
         out, *_ = _aten._scaled_dot_product_efficient_attention(
             q_BHSE, k_BKTE, v_BKTE, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )
-    return cast(Tensor, out)
+    return out
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -101,13 +125,37 @@ def _rms_norm(
     return cast(Tensor, _FusedRmsNorm.apply(x, weight))
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p else x
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if train and p else x
 
 
-_KERNELS: dict[tuple[Any, str], Callable[..., Tensor]] = {
-    (F, "scaled_dot_product_attention"): _attention,
-    (F, "rms_norm"): _rms_norm,
-    (torch, "rms_norm"): _rms_norm,
-    (F, "dropout"): _dropout,
+def _dropout_of_cpu(x: Tensor, p: float, train: bool) -> Any:
+    """Multiply by a mask in the dtype of ``x``: only GPUs have a fused kernel, whose mask are bytes."""
+    if p in (0, 1) or not train or not x.numel():
+        return NotImplemented
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+def _attention_of_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p or q.shape[-1] != v.shape[-1] or q.ndim != 4:
+        return NotImplemented
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+_FUNCTIONS: dict[Kernels, dict[str, Callable[..., Any]]] = {
+    "gpu": {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout},
+    "cpu": {"scaled_dot_product_attention": _attention_of_cpu, "dropout": _dropout_of_cpu},
 }

@@ -8,32 +8,21 @@ made, and the phase of the step.
 from __future__ import annotations
 
 import bisect
-import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..parallel_state.engine import (
-    UncompiledMode,
-    backward_number,
-    forward_number,
-    group_of_call,
-    in_backward,
-    is_dtensor,
-    local_data,
-)
+from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward
 from .collectives import collective_of
-from .flops import flops_of_call
+from .live_bytes import LiveBytes, Storage
+from .operators import facts_of
 from .record import Collective, Holder, OperatorSums
-from .tensors import DEVICE, device_of, tensors_in
+from .tensors import device_of, tensors_in
 
 #: What runs: a module's forward, the same again in a backward, a backward, and what follows all of them.
 PHASES = ("forward", "recomputation", "backward", "update")
@@ -48,33 +37,16 @@ _KINDS = {
 _OF_FSDP = {"all_gather": "gathered weights", "reduce_scatter": "sums of gradients"}
 
 
-class _Storage:
-    """Follow one storage: what it is, who made it, and its bytes after each change, by the number of it."""
-
-    __slots__ = ("changes", "kind", "module", "operator", "phase", "size")
-
-    def __init__(self, kind: str, module: str, phase: str, operator: str) -> None:
-        self.kind, self.module, self.phase, self.operator = kind, module, phase, operator
-        self.size, self.changes = 0, list[tuple[int, int]]()
-
-    def at(self, change: int) -> int:
-        """Return the bytes after a change."""
-        before = bisect.bisect_right(self.changes, change, key=lambda at: at[0])
-        return self.changes[before - 1][1] if before else 0
-
-
-class Ledger(UncompiledMode):
+class Ledger(LiveBytes):
     """Count what operators leave on ``devices``, types such as "cpu", while this context is entered.
 
-    ``heads``: the modules, by name, that make logits. ``now`` and ``peak``: bytes, the most after any
-    operator. ``clear`` begins a step: its peak, collectives, operators.
+    ``heads``: the modules, by name, that make logits. ``clear`` begins a step: its peak, collectives,
+    operators.
     """
 
     def __init__(self, *devices: str, heads: Iterable[str] = ("head",)) -> None:
         super().__init__()
         self.devices, self.heads = frozenset(devices), frozenset(heads)
-        self.now, self._last_change = 0, 0
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
         self._names: dict[nn.Module, str] = {}
         self._inside: dict[int, list[str]] = {}
         self._numbers, self._paths = array("q"), list[str]()
@@ -83,8 +55,9 @@ class Ledger(UncompiledMode):
 
     def clear(self) -> None:
         """Begin a step: count collectives and operators from zero, and the peak from what is alive."""
-        self.peak, self.peak_change = self.now, self._last_change
-        self.storages = [storage for _, storage in self._alive.values()]
+        #: Each change of a storage's bytes in the step, of which so many came before the peak.
+        self._changes = [(storage, storage.size) for _, storage in self._alive.values()]
+        self.peak, self._before_peak = self.now, len(self._changes)
         self.collectives: list[Collective] = []
         self.operators: dict[tuple[str, str], OperatorSums] = {}
         #: The bytes after each operator, and its phase, as an index of ``PHASES``.
@@ -101,58 +74,42 @@ class Ledger(UncompiledMode):
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
-        resize, ledger = torch.UntypedStorage.resize_, self
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if (known := ledger._alive.get(id(storage))) is not None:
-                ledger._change(known[1], storage.nbytes())
-            return result
-
-        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
-        self._resizing.start()
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._resizing.stop()
         for hook in self._hooks:
             hook.remove()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is DEVICE:
-            return device_of(args[0])
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        read = [*self._storages((args, kwargs))]
-        out = func(*args, **kwargs)
-        name, kind, place = collective_of(func)
-        phase, module = self.place()
-        known = {id(storage) for storage in read}
-        made = [storage for storage in self._storages(out) if id(storage) not in known]
-        if made:
-            what = self._kind(phase, module)
-            for storage in made:
-                self._follow(storage, _Storage(what, module, phase, name))
-        for storage in read:
-            if (entry := self._alive.get(id(storage))) is not None and entry[1].size != storage.nbytes():
-                self._change(entry[1], storage.nbytes())
-        if kind is not None:
-            size = sum(tensor.nbytes for tensor in tensors_in(args[place]))
+    def _counted(self, value: object) -> list[Tensor]:
+        return [tensor for tensor in tensors_in(value) if device_of(tensor).type in self.devices]
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        read: list[Tensor],
+        made: list[Tensor],
+        new: list[Storage],
+    ) -> None:
+        facts, (phase, module) = facts_of(func), self.place()
+        for storage in new:
+            storage.kind, storage.operator = self._kind(phase, module), facts.name
+            storage.phase, storage.module = phase, module
+        if facts.sends is not None:
+            size = sum(tensor.nbytes for tensor in tensors_in(args[collective_of(func)[2]]))
             group = group_of_call((*args, *kwargs.values())).group_name
-            self.collectives.append(Collective(group, kind, size, phase, module))
-        if "c10d" in func.namespace and name.endswith(("::send", "::recv_")):
+            self.collectives.append(Collective(group, facts.sends, size, phase, module))
+        if "c10d" in func.namespace and facts.name.endswith(("::send", "::recv_")):
             self.mark("messages between stages", args[0])
         if not func.is_view and (read or made):
-            sums = self.operators.setdefault((name, phase), OperatorSums(name, phase))
-            sums.add(flops_of_call(name, func, args, kwargs, out), _moved((args, kwargs, out)))
+            sums = self.operators.setdefault((facts.name, phase), OperatorSums(facts.name, phase))
+            sums.add(facts.flops(args, kwargs, out), facts.moved(read, made))
             self.bytes_after.append(self.now)
             self.phases.append(PHASES.index(phase))
-        return out
 
     # Where an operator runs --------------------------------------------------------------------------------
 
@@ -166,9 +123,7 @@ class Ledger(UncompiledMode):
         if not back:
             return "forward", ""
         number = backward_number()
-        if number is None:
-            return "backward", ""
-        before = bisect.bisect_right(self._numbers, number)
+        before = 0 if number is None else bisect.bisect_right(self._numbers, number)
         return "backward", self._paths[before - 1] if before > 0 else ""
 
     def _before(self, module: nn.Module, inputs: object) -> None:
@@ -198,62 +153,43 @@ class Ledger(UncompiledMode):
     def around_fsdp(self, kind: str, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Note that what is made meanwhile is FSDP's; see ``engine.watched``."""
         parameters, before = [*parameters], self._of_fsdp
-        self.mark("gradients", [parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._mark_gradients(parameters)
         self._of_fsdp = _OF_FSDP[kind]
         yield
         self._of_fsdp = before
-        self.mark("gradients", [parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._mark_gradients(parameters)
 
     # Bytes -------------------------------------------------------------------------------------------------
 
-    def mark(self, kind: str, tensors: Iterable[Tensor], module: str = "") -> None:
+    def mark(self, kind: str, tensors: Iterable[Tensor | None], module: str = "") -> None:
         """Say what storages are, whenever they were made."""
-        for storage in self._storages([*tensors]):
-            if (known := self._alive.get(id(storage))) is not None:
-                known[1].kind = kind
-                known[1].module = module or known[1].module
+        for tensor in self._counted([*tensors]):
+            if (storage := self.storage(tensor)) is not None:
+                storage.kind, storage.module = kind, module or storage.module
+
+    def _mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.mark("gradients", [parameter.grad for parameter in parameters])
 
     def holders(self) -> list[Holder]:
         """Return who holds the bytes at the peak: storages of one kind, module, phase and operator together,
         the largest first.
         """
         sums: dict[tuple[str, str, str, str], list[int]] = {}
-        for storage in self.storages:
-            if size := storage.at(self.peak_change):
-                entry = sums.setdefault(
-                    (storage.kind, storage.module, storage.phase, storage.operator), [0, 0]
-                )
+        for storage, size in dict(self._changes[: self._before_peak]).items():
+            if size:
+                key = storage.kind, storage.module, storage.phase, storage.operator
+                entry = sums.setdefault(key, [0, 0])
                 entry[0] += size
                 entry[1] += 1
         holders = [Holder(*key, bytes=size, count=count) for key, (size, count) in sums.items()]
         return sorted(holders, key=lambda holder: -holder.bytes)
 
-    def _follow(self, storage: torch.UntypedStorage, entry: _Storage) -> None:
-        key = id(storage)
-        self._alive[key] = weakref.ref(storage, partial(self._forget, key)), entry
-        self.storages.append(entry)
-        self._change(entry, storage.nbytes())
-
-    def _change(self, entry: _Storage, size: int) -> None:
-        self._last_change += 1
-        self.now += size - entry.size
-        entry.size = size
-        entry.changes.append((self._last_change, size))
-        if self.now > self.peak:
-            self.peak, self.peak_change = self.now, self._last_change
-
-    def _forget(self, key: int, gone: object) -> None:
-        if (known := self._alive.pop(key, None)) is not None:
-            self._change(known[1], 0)
-
-    def _storages(self, value: object) -> Iterator[torch.UntypedStorage]:
-        for tensor in tensors_in(value):
-            if device_of(tensor).type in self.devices:
-                yield (local_data(tensor) if is_dtensor(tensor) else tensor).untyped_storage()
-
-
-def _moved(values: object) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(values))
+    def _change(self, storage: Storage, size: int) -> None:
+        peak = self.peak
+        super()._change(storage, size)
+        self._changes.append((storage, size))
+        if self.peak > peak:
+            self._before_peak = len(self._changes)
 
 
 def kinds_of(holders: Iterable[Holder]) -> Mapping[str, int]:

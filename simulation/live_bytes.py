@@ -5,15 +5,32 @@ autograd holds it.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, local_data
-from .tensors import tensors_in
+from ..parallel_state.engine import UncompiledMode, is_dtensor, local_data
+from .tensors import DEVICE, device_of, tensors_in
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """Follow a storage: its bytes, and the numbers of the operators that ``made`` it and after which it was
+    ``gone``; what it is, and the operator that made it, in which module and phase, as far as that is noted.
+    """
+
+    made: int
+    size: int = 0
+    gone: int | None = None
+    kind: str = ""
+    module: str = ""
+    phase: str = ""
+    operator: str = ""
 
 
 class LiveBytes(UncompiledMode):
@@ -27,51 +44,100 @@ class LiveBytes(UncompiledMode):
 
     def __init__(self, *first: Any) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._most: dict[int, int] = {}  # the most bytes that each of them has had
-        self._sum = 0  # of these
-        self._note(_storages([list(part) if isinstance(part, Iterator) else part for part in first]))
-        self.peak = self.now
+        self.now = self.peak = 0
+        #: The number of operators so far.
+        self.at = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
+        for tensor in self._counted([list(part) if isinstance(part, Iterator) else part for part in first]):
+            self._follow(_storage_of(tensor))
 
-    @property
-    def now(self) -> int:
-        # Loop over a copy: another thread may drop a storage meanwhile, which removes it from the dict.
-        alive = [storage for known in tuple(self._storages.values()) if (storage := known()) is not None]
-        return sum(storage.nbytes() for storage in alive)
+    def __enter__(self) -> Any:
+        for known, storage in [*self._alive.values()]:
+            self._measure(known(), storage)
+        resize = torch.UntypedStorage.resize_
+
+        def resized(untyped: torch.UntypedStorage, size: int) -> Any:
+            done = resize(untyped, size)
+            if (known := self._alive.get(id(untyped))) is not None:
+                self._measure(untyped, known[1])
+            return done
+
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._resizing.stop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {id(storage): storage for storage in _storages((args, kwargs) if kwargs else args)}
-        out = func(*args, **(kwargs or {}))
-        # A view of what is not counted is not counted either.
-        self._note([storage for storage in _storages(out) if id(storage) not in known])
-        for key, storage in known.items():
-            most = self._most.get(key)
-            if most is not None and (size := storage.nbytes()) > most:
-                self._most[key] = size
-                self._sum += size - most
-        if self._sum > self.peak:  # or there are no more: asking each is slow
-            self.peak = max(self.peak, self.now)
+        if func is DEVICE:
+            return device_of(args[0])
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        read = self._counted((args, kwargs))
+        out = self._call(func, args, kwargs)
+        self.at += 1
+        made, new = self._counted(out), list[Storage]()
+        known = {id(untyped): untyped for untyped in map(_storage_of, read)}
+        for untyped in map(_storage_of, made):
+            # A view of what is not counted is not counted either.
+            if id(untyped) not in known and id(untyped) not in self._alive:
+                new.append(self._follow(untyped))
+        for key, untyped in known.items():
+            if (entry := self._alive.get(key)) is not None:
+                self._measure(untyped, entry[1])
+        self._note(func, args, kwargs, out, read, made, new)
         return out
 
-    def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        for storage in storages:
-            key, size = id(storage), storage.nbytes()
-            self._storages[key] = weakref.ref(storage, partial(self._forget, key))
-            self._sum += size - self._most.get(key, 0)
-            self._most[key] = size
+    def storage(self, tensor: Tensor) -> Storage | None:
+        """Return what is known of a tensor's storage, if it is counted."""
+        known = self._alive.get(id(_storage_of(tensor)))
+        return None if known is None else known[1]
+
+    def _counted(self, value: object) -> list[Tensor]:
+        """Return the tensors whose storages count, in nested lists, tuples and dicts."""
+        return [tensor for tensor in tensors_in(value) if device_of(tensor).type != "meta"]
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        read: list[Tensor],
+        made: list[Tensor],
+        new: list[Storage],
+    ) -> None:
+        """Note an operator that has been called: the tensors that count, and the new storages."""
+
+    def _follow(self, untyped: torch.UntypedStorage) -> Storage:
+        key, storage = id(untyped), Storage(self.at)
+        self._alive[key] = weakref.ref(untyped, partial(self._forget, key)), storage
+        self._change(storage, untyped.nbytes())
+        return storage
+
+    def _measure(self, untyped: torch.UntypedStorage | None, storage: Storage) -> None:
+        if untyped is not None and storage.size != (size := untyped.nbytes()):
+            self._change(storage, size)
+
+    def _change(self, storage: Storage, size: int) -> None:
+        self.now += size - storage.size  # nothing is called between: another thread may drop a storage
+        storage.size = size
+        if self.now > self.peak:
+            self.peak = self.now
 
     def _forget(self, key: int, gone: object) -> None:
-        """Forget a storage, in whichever thread drops it: nothing is called while the sum changes."""
-        self._storages.pop(key, None)
-        self._sum -= self._most.pop(key, 0)
+        if (known := self._alive.pop(key, None)) is not None:
+            known[1].gone = self.at
+            self._change(known[1], 0)
 
 
-def _storages(value: object) -> list[torch.UntypedStorage]:
-    """Return the storages of all tensors in nested lists, tuples and dicts that have memory."""
-    return [
-        (local_data(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        for tensor in tensors_in(value)
-        if tensor.device.type != "meta"
-    ]
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return (local_data(tensor) if is_dtensor(tensor) else tensor).untyped_storage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,11 +52,13 @@ class TokenFlops:
 
     ``matrices``: every weight matrix. ``attention``: scores and their sum over the values, as if each token
     saw all of its sequence. ``trained``: the matrices for which a backward pass computes gradients.
+    ``other``: what no convention of MFU counts: a recurrence, a convolution, looking tokens up.
     """
 
-    matrices: float
-    attention: float
-    trained: float
+    matrices: float = 0.0
+    attention: float = 0.0
+    trained: float = 0.0
+    other: float = 0.0
 
     @property
     def full(self) -> float:
@@ -70,6 +72,25 @@ class TokenFlops:
         """
         return self.full - 1.5 * self.attention
 
+    @property
+    def forward(self) -> float:
+        """Return all FLOPs of the forward, attention under a causal mask."""
+        return self.matrices + self.attention / 2 + self.other
+
+
+class ModelFlops(NamedTuple):
+    """Count the FLOPs of a token's forward: before the blocks, in each of them, and behind them."""
+
+    first: TokenFlops
+    blocks: list[TokenFlops]
+    last: list[TokenFlops]
+
+    @property
+    def whole(self) -> TokenFlops:
+        parts = [*self.blocks, *self.last, self.first]
+        names = ("matrices", "attention", "trained", "other")
+        return TokenFlops(*(sum(getattr(part, name) for part in parts) for name in names))
+
 
 def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
     """Count the FLOPs of a token in a whole model: the same in every layout. The model may be on the meta
@@ -79,68 +100,34 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
     functions and recomputation do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
-    return _of_token(forward_flops(model, sequence_length))
+    return _of_model(model, sequence_length).whole
 
 
 def flops_of_token(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
     """Count what ``flops_per_token`` does, of a config's model, which is traced once for a process."""
-    return _of_token(flops_of_config(family, config, sequence_length))
-
-
-def _of_token(model_flops: ModelFlops) -> TokenFlops:
-    parts = [*model_flops.blocks, *model_flops.last, model_flops.first]
-    names = ("matrices", "attention", "trained")
-    return TokenFlops(*(sum(getattr(part, name) for part in parts) for name in names))
-
-
-class PartFlops(NamedTuple):
-    """Count the FLOPs of a token's forward in a part of a model: see ``TokenFlops``; ``other``: those that no
-    convention of MFU counts, of a recurrence, a convolution and of looking tokens up.
-    """
-
-    matrices: float
-    attention: float
-    trained: float
-    other: float
-
-    @property
-    def causal(self) -> float:
-        """Return all of them, attention under a causal mask."""
-        return self.matrices + self.attention / 2 + self.other
-
-
-class ModelFlops(NamedTuple):
-    """Count the FLOPs of a token's forward: before the blocks, in each of them, and behind them."""
-
-    first: PartFlops
-    blocks: list[PartFlops]
-    last: list[PartFlops]
+    return flops_of_config(family, config, sequence_length).whole
 
 
 @lru_cache(maxsize=64)
 def flops_of_config(family: Family, config: ModelConfig, sequence_length: int) -> ModelFlops:
-    """Count what ``forward_flops`` does, of a config's model, which is traced once for a process."""
-    return forward_flops(family.on_meta(config), sequence_length)
+    """Count the FLOPs of a token's forward in the parts of a config's model, traced once for a process."""
+    return _of_model(family.on_meta(config), sequence_length)
 
 
-def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
-    """Count the FLOPs of a token's forward on one device, traced in fp32; the model may be on the meta
-    device.
-    """
+def _of_model(model: CausalLM, sequence_length: int) -> ModelFlops:
     if model.family.adopted:
         return _of_weights(model, sequence_length)
     pieces = ModelPieces(model, model.state)
     # Products with weights have as many for each token of a short row; a recurrence has from a chunk on.
     batch = MicroBatch(1, min(sequence_length, _TRACED), gpu=True)
 
-    def count(piece: Piece, block: nn.Module | None = None, other: float = 0.0) -> PartFlops:
+    def count(piece: Piece, block: nn.Module | None = None, looked_up: float = 0.0) -> TokenFlops:
         attention = 0.0 if block is None else attention_flops(block, sequence_length)
-        matrices, trained, others = piece.matrices, piece.trained, 0.0 if attention else piece.other
-        return PartFlops(
-            matrices / batch.count, attention, trained / batch.count, others / batch.count + other
-        )
+        of_all_ranks = (model.state.tensor.size * flops / batch.count for flops in piece.plain.forward_flops)
+        matrices, trained, other = of_all_ranks
+        return TokenFlops(matrices, attention, trained, looked_up + (0.0 if attention else other))
 
-    kinds: dict[object, PartFlops] = {}
+    kinds: dict[object, TokenFlops] = {}
     blocks = []
     for block in model.layers.values():
         kind = signature(block)
@@ -148,11 +135,11 @@ def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
             kinds[kind] = count(pieces.block(block, batch, reached=True), block)
         blocks.append(kinds[kind])
     widths = [getattr(module, "embedding_dim", 0) for part in model.entry for module in part.modules()]
-    first = count(pieces.entry(batch), other=2.0 * sum(widths))
+    first = count(pieces.entry(batch), looked_up=2.0 * sum(widths))
     last = [_without_padding(count(pieces.exit(batch, reached=True, in_loss=False)), model)]
     for place, prediction in enumerate(model.mtp.values()):
         piece = pieces.prediction(place, batch, reached=True)
-        last.append(count(piece, prediction, other=2.0 * model.embed.embedding_dim))
+        last.append(count(piece, prediction, looked_up=2.0 * model.embed.embedding_dim))
     return ModelFlops(first, blocks, last)
 
 
@@ -162,7 +149,7 @@ def _of_weights(model: CausalLM, sequence_length: int) -> ModelFlops:
     """
     config, stated = model.config, declarations(model)
 
-    def count(names: Mapping[str, nn.Parameter], attention: float = 0.0) -> PartFlops:
+    def count(names: Mapping[str, nn.Parameter], attention: float = 0.0) -> TokenFlops:
         matrices = trained = 0.0
         for name, parameter in names.items():
             shape = stated[name].shape
@@ -170,7 +157,7 @@ def _of_weights(model: CausalLM, sequence_length: int) -> ModelFlops:
                 share = config.experts_of_token / shape[0] if len(shape) == 3 else 1.0
                 matrices += 2.0 * prod(shape) * min(share, 1.0)
                 trained += 2.0 * prod(shape) * min(share, 1.0) * parameter.requires_grad
-        return PartFlops(matrices, attention, trained, 0.0)
+        return TokenFlops(matrices, attention, trained)
 
     everything = dict(model.named_parameters())
     paths = {module: path for path, module in model.named_modules()}
@@ -179,17 +166,17 @@ def _of_weights(model: CausalLM, sequence_length: int) -> ModelFlops:
         inner = {name: p for name, p in everything.items() if name.startswith(f"{paths[block]}.")}
         counted.append(count(inner, 4.0 * config.hidden_size * sequence_length))
     width = 2.0 * config.vocab_size * config.hidden_size
-    last = PartFlops(width, 0.0, width, 0.0)
-    return ModelFlops(PartFlops(0.0, 0.0, 0.0, 2.0 * config.hidden_size), counted, [last])
+    last = TokenFlops(width, 0.0, width)
+    return ModelFlops(TokenFlops(other=2.0 * config.hidden_size), counted, [last])
 
 
-def _without_padding(counted: PartFlops, model: CausalLM) -> PartFlops:
+def _without_padding(counted: TokenFlops, model: CausalLM) -> TokenFlops:
     """Take away the products with rows that only pad the vocabulary, once for each prediction."""
     weight = model.head_weight
     rows, width = weight.shape
     padding = 2.0 * (rows - model.config.vocab_size) * width * (1 + len(model.mtp))
     trained = counted.trained - padding * weight.requires_grad
-    return counted._replace(matrices=counted.matrices - padding, trained=trained)
+    return replace(counted, matrices=counted.matrices - padding, trained=trained)
 
 
 def attention_flops(block: nn.Module, length: int) -> float:

@@ -1,32 +1,27 @@
 """Hold the traces of one piece of a stage: a block, what is beside the blocks, or the loss."""
 
 from collections.abc import Callable
-from functools import cached_property
 
 from ..layers import Checkpointing
 from .record import Collective
-from .recorder import Operator
 from .trace import Trace
 
 
 class Piece:
     """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words.
 
-    See ``Trace`` for the bytes. FLOPs are those of one forward, over all tensor ranks.
+    See ``Trace`` for the bytes.
     """
 
-    def __init__(
-        self, take: Callable[[Checkpointing, bool], Trace], *, ranks: int = 1, what: str = ""
-    ) -> None:
-        self._take, self._ranks, self.what = take, ranks, what
+    def __init__(self, take: Callable[[Checkpointing, bool], Trace], *, what: str = "") -> None:
+        self._take, self.what = take, what
         self._known: dict[tuple[Checkpointing, bool], Trace] = {}
 
     def under(self, mode: Checkpointing, *, in_two: bool = False) -> Trace:
-        """Return the trace in a mode of activation checkpointing."""
-        mode = "full" if mode == "every" else mode
-        key = mode, in_two
+        """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
+        key = "full" if mode == "every" else mode, in_two
         if key not in self._known:
-            self._known[key] = self._take(mode, in_two)
+            self._known[key] = self._take(*key)
         return self._known[key]
 
     @property
@@ -61,31 +56,6 @@ class Piece:
         """Return the bytes of the gradients among these."""
         return self.under("none", in_two=True).waiting
 
-    @cached_property
-    def matrices(self) -> float:
-        """Return the FLOPs of products with weights."""
-        return self._flops(lambda operator: operator.weight)
-
-    @cached_property
-    def trained(self) -> float:
-        """Return the FLOPs of products with weights that are trained."""
-        return self._flops(lambda operator: operator.trained)
-
-    @cached_property
-    def other(self) -> float:
-        """Return the FLOPs of all other products: a recurrence's, a convolution's, attention's."""
-        return self._flops(lambda operator: not operator.weight)
-
-    def _flops(self, counted: Callable[[Operator], bool]) -> float:
-        forward = (
-            operator for operator in self.plain.operators if operator.phase == "forward" and counted(operator)
-        )
-        return self._ranks * float(sum(operator.flops for operator in forward))
-
     def sends(self, mode: Checkpointing = "none", *, again: bool = False) -> tuple[Collective, ...]:
         """Return the collectives of forward and backward, or those that a backward computes ``again``."""
-        return tuple(
-            collective
-            for collective in self.under(mode).collectives
-            if (collective.phase == "again") == again
-        )
+        return tuple(each for each in self.under(mode).collectives if (each.phase == "again") == again)

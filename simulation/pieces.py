@@ -26,7 +26,7 @@ from .loss_traces import LossTraces, output_of
 from .micro_batch import MicroBatch
 from .piece import Piece
 from .recorder import Recorder, noted
-from .trace import Trace, of_more_rounds, of_more_rows
+from .trace import Trace, of_more_rounds
 from .traced import trace
 from .without_numbers import device_of, empty, ids_of, shapes_only
 
@@ -62,41 +62,37 @@ class ModelPieces:
         self._known: dict[object, Piece] = {}
         self._losses = LossTraces(model, state)
 
-    def _remember(self, key: object, make: Callable[[], Piece]) -> Piece:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def _piece(self, key: object, take: Callable[[Checkpointing, bool], Trace], *, what: str = "") -> Piece:
+        """Return the piece that is known by this key, or which ``take`` traces."""
+        return self._known.setdefault(key, Piece(take, what=what))
 
     def block(self, block: nn.Module, batch: MicroBatch, *, reached: bool, kind: object = None) -> Piece:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
-        key = "block", id(block) if kind is None else kind, batch, reached
+        kind = id(block) if kind is None else kind
+
+        def of_rows(rows: int) -> Piece:
+            return self.block(block, replace(batch, rows=rows), reached=reached, kind=kind)
+
+        def of_ranks(ranks: int) -> Piece:
+            # A rank computes with the keys and values of one rank after the other.
+            assert self._among is not None
+            pieces, alike = self._among(ranks, kind)
+            return pieces.block(alike, batch, reached=reached, kind=kind)
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
-            if batch.rows > _FEW_ROWS:
-                few = [
-                    self.block(block, replace(batch, rows=rows), reached=reached, kind=kind)
-                    for rows in (2, 3)
-                ]
-                two, three = (piece.under(mode, in_two=in_two) for piece in few)
-                if (extended := of_more_rows(two, three, batch.rows)) is not None:
-                    return extended
-            if self._among is not None and (ranks := self.state.context.size) > _FEW_RANKS:
-                fewer = [self._among(few, kind) for few in (4, 5)]
-                # A rank computes with the keys and values of one rank after the other.
-                four, five = (
-                    pieces.block(alike, batch, reached=reached, kind=kind).under(mode, in_two=in_two)
-                    for pieces, alike in fewer
-                )
-                if (extended := of_more_rounds(four, five, ranks - 4)) is not None:
-                    return extended
+            ranks = 1 if self._among is None else self.state.context.size
+            for of_few, number, most in ((of_rows, batch.rows, _FEW_ROWS), (of_ranks, ranks, _FEW_RANKS)):
+                if number > most:
+                    few, longer = (of_few(n).under(mode, in_two=in_two) for n in (most - 1, most))
+                    if (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
+                        return extended
             with shapes_only([block], batch), self._under(block, mode):
-                inputs = self._inputs(batch, block)
+                inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(
-                    lambda x: block(x, inputs), self._hidden(batch), [*block.parameters()], reached=reached,
-                    in_two=in_two,
-                )  # fmt: skip
+                    lambda x: block(x, inputs), self._hidden(batch), own, reached=reached, in_two=in_two
+                )
 
-        return self._remember(key, lambda: self._piece(take))
+        return self._piece(("block", kind, batch, reached), take)
 
     def tables(self, blocks: Mapping[object, nn.Module], batch: MicroBatch) -> Piece:
         """Return the piece of what blocks of these kinds share: rotations and masks, as far as these keep
@@ -106,8 +102,7 @@ class ModelPieces:
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             if batch.rows > _FEW_ROWS:
                 two, three = (self.tables(blocks, replace(batch, rows=rows)).kept for rows in (2, 3))
-                kept_bytes = two + (batch.rows - 2) * (three - two)
-                return Trace(kept=kept_bytes, made=0, forward=0, weights=0)
+                return Trace(kept=two + (batch.rows - 2) * (three - two))
             with shapes_only([*blocks.values()], batch):
                 with Recorder() as shared:
                     inputs = self._inputs(batch, *blocks.values())
@@ -116,9 +111,9 @@ class ModelPieces:
                 del inputs
                 kept_bytes = shared.now
                 del outputs
-                return Trace(kept=kept_bytes, made=0, forward=0, weights=0)
+                return Trace(kept=kept_bytes)
 
-        return self._remember(("tables", tuple(blocks), batch), lambda: self._piece(take))
+        return self._piece(("tables", tuple(blocks), batch), take)
 
     def entry(self, batch: MicroBatch) -> Piece:
         """Return the piece of what comes before the first block."""
@@ -133,14 +128,14 @@ class ModelPieces:
                     lambda _: model.embed_hook(embed(ids), None), lambda: torch.empty(0), own, reached=False
                 )
 
-        return self._remember(("entry", batch), lambda: self._piece(take, what="embedding"))
+        return self._piece(("entry", batch), take, what="embedding")
 
     def exit(self, batch: MicroBatch, *, reached: bool, in_loss: bool) -> Piece:
         """Return the piece of the last norm and the output layer, over what all predictions are made of;
         ``in_loss``: whether the loss computes the logits.
         """
         model, count = self.model, 1 + len(self.model.mtp)
-        modules = [model.norm, *self._output(in_loss)]
+        modules = [model.norm] if in_loss else [model.norm, output_of(model)]
 
         def run(x: Tensor) -> Tensor:
             normed = model.norm(x)
@@ -153,8 +148,7 @@ class ModelPieces:
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
 
-        key = "exit", batch, reached, in_loss
-        return self._remember(key, lambda: self._piece(take, what="output layer"))
+        return self._piece(("exit", batch, reached, in_loss), take, what="output layer")
 
     def prediction(self, place: int, batch: MicroBatch, *, reached: bool) -> Piece:
         """Return the piece of a block of multi-token prediction, with what joins its two inputs."""
@@ -176,7 +170,7 @@ class ModelPieces:
                     reached=reached, in_two=in_two,
                 )  # fmt: skip
 
-        return self._remember(("prediction", place, batch, reached), lambda: self._piece(take))
+        return self._piece(("prediction", place, batch, reached), take)
 
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
@@ -184,7 +178,7 @@ class ModelPieces:
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             return self._losses.take(replace(batch, rows=1, length=batch.count), chunk, sums)
 
-        return self._remember(("loss", batch, chunk, sums), lambda: self._piece(take, what="loss"))
+        return self._piece(("loss", batch, chunk, sums), take, what="loss")
 
     def generation(self, blocks: Mapping[int, nn.Module], batch: MicroBatch) -> Generation:
         """Return what blocks of these kinds hold where prompts as long as the rows are read."""
@@ -201,14 +195,7 @@ class ModelPieces:
                     y = block(x, inputs)
                     del y
                     caches[kind] = cache.bytes - before
-            most = max(recorder.bytes(0, recorder.at), default=0)
-            return Generation(caches, most + x.nbytes - sum(caches.values()))
-
-    def _piece(self, take: Callable[[Checkpointing, bool], Trace], **options: Any) -> Piece:
-        return Piece(take, ranks=self.state.tensor.size, **options)
-
-    def _output(self, in_loss: bool) -> list[nn.Module]:
-        return [] if in_loss else [output_of(self.model)]
+            return Generation(caches, recorder.peak + x.nbytes - sum(caches.values()))
 
     def _hidden(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""
@@ -226,13 +213,9 @@ class ModelPieces:
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> AttentionInputs:
+        layers = attention_kinds(nn.ModuleList(blocks))
         return AttentionInputs(
-            positions,
-            cache,
-            like=like,
-            layers=attention_kinds(nn.ModuleList(blocks)),
-            rotary=self.model.rotary,
-            state=self.state,
+            positions, cache, like=like, layers=layers, rotary=self.model.rotary, state=self.state
         )
 
     @contextmanager

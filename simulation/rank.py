@@ -11,7 +11,7 @@ from torch import Tensor
 from ..parallel_state import Layout, ParallelState
 from .backend import NAME, start_group
 from .device import SimulatedDevice
-from .wait import Waits
+from .waits import Waits
 
 
 class _Sending:

@@ -1,30 +1,25 @@
 """Note what operators without numbers make, keep, send and compute."""
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode
 from ..parallel_state.process_groups import STAND_IN
-from .asked_numbers import refuse_numbers
-from .collectives import collective_of
-from .flops import flops_of_call, is_causal, multiplies
 from .forms import remembered
-from .memory_traffic import Chain, fuses, moved_by, read_by
+from .live_bytes import LiveBytes, Storage
+from .operators import Facts, bytes_in_memory, facts_of
 from .record import Collective
-from .tensors import DEVICE, device_of, tensors_of
+from .tensors import tensors_in
+from .waits import refuse_numbers
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
 Phase = Literal["forward", "again", "backward"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operator:
     """State an operator that starts a kernel: its FLOPs (a multiplication and an addition are two) and the
     bytes that it reads and writes.
@@ -67,207 +62,168 @@ def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Recorder(UncompiledMode):
-    """Note each storage that operators make and when it goes, and what the operators do.
+class _Parts:
+    """Add up the bytes of tensors that lie in some storages; those at one place of a storage count once."""
 
-    ``now``: the bytes alive that were made while it was entered. ``weights``: those of parameters, by the ids
-    of their storages, with whether they are trained. A number that the host reads is 0.
+    def __init__(self) -> None:
+        self._of: dict[object, tuple[int, dict[int, int]]] = {}
+
+    def add(self, key: object, tensor: Tensor) -> None:
+        parts = self._of.setdefault(key, (tensor.untyped_storage().nbytes(), {}))[1]
+        place = int(tensor.storage_offset())
+        parts[place] = max(bytes_in_memory(tensor), parts.get(place, 0))
+
+    def holds(self, key: object, tensor: Tensor) -> bool:
+        return key in self._of and int(tensor.storage_offset()) in self._of[key][1]
+
+    def total(self, *, alive: bool = False) -> int:
+        """Return the bytes, or those in storages that are not gone."""
+        return sum(
+            min(whole, sum(parts.values()))
+            for key, (whole, parts) in self._of.items()
+            if not (alive and isinstance(key, Storage) and key.gone is not None)
+        )
+
+
+class _Chain:
+    """Hold what a chain of pointwise operators is given from outside and what it writes; ``first``: the first
+    of them, ``at``: its number among all.
     """
 
-    def __init__(self, weights: dict[int, bool] | None = None, axes: dict[str, str] | None = None) -> None:
+    def __init__(self, first: Operator, at: int) -> None:
+        self.first, self.at, self.given, self.made = first, at, _Parts(), _Parts()
+
+
+class Recorder(LiveBytes):
+    """Note each storage that operators make and when it goes, and what the operators do.
+
+    ``weights``: whether weights are trained, by the ids of their storages. ``steps``: each operator that
+    starts a kernel, each collective, and the names of what is neither, in order, first of all nothing;
+    ``after``: the bytes after each of them that were made while it was entered. A number that the host reads
+    is 0.
+    """
+
+    def __init__(self, weights: dict[int, bool] | None = None) -> None:
         super().__init__()
         self.phase: Phase = "forward"
-        self.at = self.now = 0
-        self.collectives: list[Collective] = []
-        #: The place of each operator that starts a kernel, each collective, and other operators' names.
-        self._steps: list[int | Collective | str] = [""]
-        #: Whether a weight is trained, by the numbers of casts of it.
-        self._casts: dict[int, bool] = {}
-        #: Fields of operators in order; the bytes of the last chain are added to its first one when it ends.
-        self._operators: list[list[Any]] = []
-        self._chain = Chain()
-        self._weights, self._axes = weights or {}, axes or {}
-        #: After which operator a storage of this number came (+) or went (-), and its bytes.
-        self._events: list[tuple[int, int, int]] = []
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self.steps: list[Step] = [""]
+        self.after = [0]
+        self._weights = weights or {}
+        #: Whether a weight is trained, by casts of it.
+        self._casts: dict[object, bool] = {}
+        self._chain: _Chain | None = None
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [step for step in self.steps if isinstance(step, Collective)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is DEVICE:
-            return device_of(args[0])
-        kwargs = kwargs or {}
-        if func is _NUMBER or func is _PLACES:
-            refuse_numbers(func.name())
-        if func is _NUMBER:
-            return 0.0 if args[0].is_floating_point() else 0
-        if func is _WAIT:  # the collective's own result; torch's form without numbers makes another
-            return args[0]
-        if func is _PLACES:  # where documents start: each row is one
-            shape = args[0].shape
-            return args[0].new_empty((shape[0] if len(shape) > 1 else 1, len(shape)), dtype=torch.int64)
-        read = tensors_of((*args, *kwargs.values()))
-        out = remembered(func, args, kwargs)
-        self.at += 1
-        made = tensors_of((out,))
-        here = {id(tensor.untyped_storage()) for tensor in read}
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            if (key := id(storage)) not in here and key not in self._alive:
-                number, size = len(self._events), storage.nbytes()
-                self.now += size
-                self._events.append((self.at, number, size))
-                self._alive[key] = number, weakref.ref(storage, partial(self._gone, key, number, size))
-        self._count(func, args, kwargs, out, read, made)
-        return out
+        if (without := _WITHOUT_NUMBERS.get(func)) is not None:
+            return without(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _gone(self, key: int, number: int, size: int, gone: object) -> None:
-        self._alive.pop(key, None)
-        self.now -= size
-        self._events.append((self.at, number, -size))
+    def _counted(self, value: object) -> list[Tensor]:
+        return tensors_in(value)
 
-    def _count(
-        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor], made: list[Tensor]
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return remembered(func, args, kwargs)
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        read: list[Tensor],
+        made: list[Tensor],
+        new: list[Storage],
     ) -> None:
-        known = _known(func)
-        name, phase = known.name, self.phase
+        facts, phase = facts_of(func), self.phase
         if _FORWARDS and phase == "backward":
             phase = "again"
-        self._steps.append(name)
-        if known.kind is not None:
+        step: Step = facts.name
+        if facts.sends is not None and func.namespace == "_c10d_functional":
             self.end_chain()
             group = next(word for word in reversed(args) if isinstance(word, str))
-            axis = self._axes.get(group, group.removeprefix(STAND_IN))
-            collective = Collective(axis, known.kind, args[0].nbytes, phase)
-            self._steps[-1] = collective
-            self.collectives.append(collective)
-        elif known.starts:
-            flops = flops_of_call(name, func, args, kwargs, out) if known.multiplies else 0
-            trained = gradient = causal = False
-            if known.multiplies:
-                causal = is_causal(func, args, kwargs)
-            if known.product:
-                weights = [self._trained(tensor) for tensor in read]
-                trained = False not in weights
-                gradient = phase == "backward" and weights.count(None) == len(weights)
-            elif name in _CASTING and (cast := self._trained(read[0])) is not None:
-                self._casts[self._name(made[0])] = cast
-            if not known.fuses or phase != self._chain.phase:
-                self.end_chain()
-            moved, chain = moved_by(name, read, made), self._chain
-            if known.fuses:
-                if not chain.made:
-                    chain.first, chain.phase, chain.at = len(self._operators), phase, self.at
-                self._read(chain, read_by(name, read, made))
-                for tensor in made:
-                    chain.made.add(self._name(tensor), tensor)
-            fused = None if known.fuses and chain.first < len(self._operators) else moved
-            fields = [name, phase, flops, moved, known.product, trained, gradient, causal, fused]
-            self._steps[-1] = len(self._operators)
-            self._operators.append(fields)
+            step = Collective(group.removeprefix(STAND_IN), facts.sends, args[0].nbytes, phase)
+        elif facts.starts:
+            step = Operator(
+                facts.name, phase, facts.flops(args, kwargs, out), moved := facts.moved(read, made),
+                causal=facts.is_causal(args, kwargs), fused=moved,
+            )  # fmt: skip
+            if facts.product:
+                trained = [self._trained(tensor) for tensor in read]
+                step.weight, step.trained = True, False not in trained
+                step.gradient = phase == "backward" and trained.count(None) == len(trained)
+            elif facts.casts and (cast := self._trained(read[0])) is not None:
+                self._casts[self._key(made[0])] = cast
+            self._join(step, facts, read, made)
+        self.steps.append(step)
+        self.after.append(self.now)
 
     def _trained(self, tensor: Tensor) -> bool | None:
         """Return whether a weight, or a cast of it, is trained; ``None`` for another tensor."""
         trained = self._weights.get(id(tensor.untyped_storage()))
-        return self._casts.get(self._name(tensor)) if trained is None else trained
+        return self._casts.get(self._key(tensor)) if trained is None else trained
 
-    def _name(self, tensor: Tensor) -> int:
-        """Return what tells a storage from others: its number, or its id if it was there before."""
-        known = self._alive.get(key := id(tensor.untyped_storage()))
-        return key if known is None else known[0]
+    def _key(self, tensor: Tensor) -> object:
+        """Return what tells a storage from others, one that was there before by its id."""
+        return self.storage(tensor) or id(tensor.untyped_storage())
 
-    def _read(self, chain: Chain, tensors: Iterable[Tensor]) -> None:
-        """Note which of these come from outside a chain."""
-        for tensor in tensors:
-            name = self._name(tensor)
-            inside = name < len(self._events) and self._events[name][0] >= chain.at
-            if not (inside or chain.made.holds(name, tensor)):
-                chain.given.add(name, tensor)
+    def _join(self, operator: Operator, facts: Facts, read: list[Tensor], made: list[Tensor]) -> None:
+        """Let an operator be part of the chain before it, or of a new one, or of none."""
+        if not facts.fuses or (self._chain is not None and self._chain.first.phase != operator.phase):
+            self.end_chain()
+        if not facts.fuses:
+            return
+        if self._chain is None:
+            self._chain = _Chain(operator, self.at)
+        else:
+            operator.fused = None
+        chain = self._chain
+        for tensor in facts.read(read, made):
+            key = self._key(tensor)
+            inside = isinstance(key, Storage) and key.made >= chain.at
+            if not (inside or chain.made.holds(key, tensor)):
+                chain.given.add(key, tensor)
+        for tensor in made:
+            chain.made.add(self._key(tensor), tensor)
 
     def end_chain(self) -> None:
         """Note what the last chain of pointwise operators moves, if a compiler makes one kernel of it."""
-        chain = self._chain
-        if chain.made:
-            alive, numbers = {number for number, _ in self._alive.values()}, range(len(self._events))
-            written = chain.made.total(lambda name: name in alive or name not in numbers)
-            self._operators[chain.first][-1] = chain.given.total() + written
-            self._chain = Chain()
-
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """Return the operators that started a kernel, in order."""
-        self.end_chain()
-        return tuple(Operator(*fields) for fields in self._operators)
-
-    def steps(self, operators: Sequence[Operator]) -> list[Step]:
-        """Return each operator of ``operators``, each collective, and the names of what is neither, in order;
-        first of all nothing.
-        """
-        return [operators[step] if isinstance(step, int) else step for step in self._steps]
-
-    def number(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's storage, if it was made here."""
-        known = self._alive.get(id(tensor.untyped_storage()))
-        return None if known is None else known[0]
-
-    def alive(self, number: int | None) -> int:
-        """Return the bytes of the storage of this number, while it is alive."""
-        numbers = {number for number, _ in self._alive.values()}
-        return self._events[number][2] if number is not None and number in numbers else 0
+        if (chain := self._chain) is not None:
+            chain.first.fused, self._chain = chain.given.total() + chain.made.total(alive=True), None
 
     def alive_since(self, start: int) -> int:
         """Return the bytes alive that the operators from ``start`` on made."""
-        numbers = (number for number, _ in self._alive.values())
-        return sum(self._events[number][2] for number in numbers if self.born(number) >= start)
+        return sum(storage.size for _, storage in self._alive.values() if storage.made >= start)
 
-    def born(self, number: int) -> int:
-        """Return after which operator the storage of this number came."""
-        return self._events[number][0]
-
-    def bytes(self, start: int, end: int, leaving_out: frozenset[int] = frozenset()) -> list[int]:
-        """Return the bytes after each operator from ``start`` to ``end``, but for some storages."""
-        change = [0] * (end + 2)
-        for at, number, size in self._events:
-            if number not in leaving_out and at <= end:
-                change[at + (size < 0)] += size  # what goes after an operator was there with it
-        return [*accumulate(change)][start : end + 1]
+    def bytes(self, start: int, leaving_out: Iterable[Storage] = ()) -> list[int]:
+        """Return the bytes after each operator from ``start`` on, but for storages that are alive."""
+        sizes = self.after[start:]
+        for storage in leaving_out:
+            for place in range(max(storage.made - start, 0), len(sizes)):
+                sizes[place] -= storage.size
+        return sizes
 
 
-_PLACES = torch.ops.aten.nonzero.default
-_NUMBER = torch.ops.aten._local_scalar_dense.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_NO_KERNEL = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-        *("detach", "lift_fresh", "alias", "_unsafe_view", "promote_types"),
-    )
-)
-_PRODUCTS = frozenset(
-    f"aten::{name}" for name in ("mm", "addmm", "addmm_", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-)
-#: What keeps a weight's numbers, but for their precision and a scale.
-_CASTING = frozenset(("aten::_to_copy", "aten::mul", "aten::clone"))
+def _number(tensor: Tensor) -> float:
+    refuse_numbers("aten::_local_scalar_dense")
+    return 0.0 if tensor.is_floating_point() else 0
 
 
-class _Known(NamedTuple):
-    """Hold what is known of an operator before it is called.
-
-    ``kind``: if it is a collective. ``starts``: whether it starts a kernel; ``fuses``: whether a compiler
-    makes it part of another. ``product``: whether one of its matrices may be weights.
-    """
-
-    name: str
-    kind: str | None
-    starts: bool
-    fuses: bool
-    multiplies: bool
-    product: bool
+def _places(tensor: Tensor) -> Tensor:
+    """Give the places where documents start: each row is one."""
+    refuse_numbers("aten::nonzero")
+    shape = tensor.shape
+    return tensor.new_empty((shape[0] if len(shape) > 1 else 1, len(shape)), dtype=torch.int64)
 
 
-@lru_cache(maxsize=4096)
-def _known(func: Any) -> _Known:
-    name, kind, _ = collective_of(func)
-    kind = kind if func.namespace == "_c10d_functional" else None
-    starts = not func.is_view and name not in _NO_KERNEL
-    return _Known(name, kind, starts, fuses(name, func), multiplies(name, func), name in _PRODUCTS)
+#: What needs numbers, and what waits for a collective: torch's form without numbers makes another tensor.
+_WITHOUT_NUMBERS: dict[Any, Callable[[Tensor], Any]] = {
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten.nonzero.default: _places,
+    torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
+}

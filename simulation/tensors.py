@@ -1,6 +1,6 @@
 """Find the tensors in what an operator is given or returns."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,38 +21,14 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, list | tuple | dict):
         _collect(value, tensors)
     return tensors
 
 
-def _collect(nest: Iterable[Any] | Mapping[Any, Any], tensors: list[Tensor]) -> None:
-    for element in nest.values() if isinstance(nest, Mapping) else nest:
+def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
+    for element in nest.values() if isinstance(nest, dict) else nest:
         if isinstance(element, Tensor):
             tensors.append(element)
-        elif isinstance(element, (list, tuple, Mapping)):
+        elif isinstance(element, list | tuple | dict):
             _collect(element, tensors)
-
-
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested lists, tuples and dicts, with each tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: with_tensors(element, change) for key, element in value.items()}
-    return (
-        type(value)(with_tensors(element, change) for element in value)
-        if type(value) in (list, tuple)
-        else value
-    )
-
-
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in lists and tuples among these."""
-    tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += [inner for inner in value if isinstance(inner, Tensor)]
-    return tensors

@@ -1,7 +1,8 @@
-"""Hold what a trace notes of a piece of a model; bytes of larger micro-batches follow from small ones."""
+"""Hold what a trace notes of a piece of a model; more rows and longer loops follow from a few."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .record import Collective
@@ -24,10 +25,10 @@ class Trace:
     what of ``kept`` only the first part needed, which goes at the end of the whole stage's.
     """
 
-    kept: int
-    made: int
-    forward: int
-    weights: int
+    kept: int = 0
+    made: int = 0
+    forward: int = 0
+    weights: int = 0
     kept_input: int = 0
     backward: int = 0
     with_gradient: int = 0
@@ -36,49 +37,60 @@ class Trace:
     first_part: int = 0
     waiting: int = 0
     between: int = 0
-    collectives: tuple[Collective, ...] = ()
-    operators: tuple[Operator, ...] = ()
+    #: What ran before each instant of the forward, then of the backward: what is counted, or its name.
+    steps: Sequence[Step] = field(default=(), repr=False)
     #: The bytes of which some of these are the most, after each operator, by their names.
     instants: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False, repr=False)
-    #: What ran before each instant of the forward, then of the backward: what is counted, or its name.
-    steps: Sequence[Step] = field(default=(), compare=False, repr=False)
 
+    @cached_property
+    def operators(self) -> tuple[Operator, ...]:
+        """Return the operators that start a kernel, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Operator))
 
-def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
-    """Return the trace of so many rows from those of two and three; ``None`` if these run other operators.
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return the collectives in order."""
+        return tuple(step for step in self.steps if isinstance(step, Collective))
 
-    The bytes after each operator are affine in the rows, and so are those of its collectives.
-    """
-    lengths = [
-        [len(values) for values in (*each.instants.values(), each.collectives, each.operators)]
-        for each in (two, three)
-    ]
-    if lengths[0] != lengths[1]:
-        return None
-    affine = _Affine(rows - 2)
-    instants = {name: [*map(affine, sizes, three.instants[name])] for name, sizes in two.instants.items()}
-    return replace(
-        affine.sizes(two, three, instants),
-        collectives=tuple(map(affine.collective, two.collectives, three.collectives)),
-        operators=tuple(map(affine.operator, two.operators, three.operators)),
-        steps=(),  # those of two rows
-    )
+    @property
+    def forward_flops(self) -> tuple[int, int, int]:
+        """Return the FLOPs of the forward: of products with weights, of those with weights that are trained,
+        and of all other products: a recurrence's, a convolution's, attention's.
+        """
+        forward = [operator for operator in self.operators if operator.phase == "forward"]
+        matrices = sum(operator.flops for operator in forward if operator.weight)
+        trained = sum(operator.flops for operator in forward if operator.trained)
+        return matrices, trained, sum(operator.flops for operator in forward) - matrices
 
 
 def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
     """Return the trace of a loop with so many rounds more than ``few`` has, of which ``longer`` has one more;
-    ``None`` if these differ by more than that.
+    ``None`` if these differ by more than that. Rows of a micro-batch are rounds, too, of the same operators.
 
     Each round runs the same operators, and may leave something. What is made for all rounds at once has bytes
     that are affine in their number.
     """
-    larger, steps, instants = _Affine(rounds), list[Step](), {name: list[int]() for name in few.instants}
-    begins = len(few.instants["forward"]), len(longer.instants["forward"])
+
+    def larger(size: int, one_more: int) -> int:
+        return size + rounds * (one_more - size)
+
+    def step(of_few: Step, of_more: Step) -> Step:
+        if of_few == of_more or isinstance(of_few, str) or isinstance(of_more, str):
+            return of_few
+        sizes: dict[str, Any] = {
+            name: larger(size, getattr(of_more, name))
+            for name in ("flops", "moved", "fused", "bytes")
+            if (size := getattr(of_few, name, None)) is not None
+        }
+        return replace(of_few, **sizes)
+
+    steps, instants = list[Step](), {name: list[int]() for name in few.instants}
+    begins = len(few.instants.get("forward", ())), len(longer.instants.get("forward", ()))
     if (parts := _parts(few.steps, longer.steps)) is None:
         return None
     for start, end, first, last in parts:
         if start < end:
-            steps += map(larger.step, few.steps[start:end], longer.steps[first:last])
+            steps += map(step, few.steps[start:end], longer.steps[first:last])
         else:
             steps += [*longer.steps[first:last]] * rounds
         for name, sizes in instants.items():
@@ -93,12 +105,11 @@ def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
                 before = (rounds - 1) * (of_more[j - 1] - of_few[i - 1])
                 for number in range(rounds):
                     sizes += [size + before + number * each for size in of_more[j:until]]
-    return replace(
-        larger.sizes(few, longer, instants),
-        collectives=tuple(step for step in steps if isinstance(step, Collective)),
-        operators=tuple(step for step in steps if isinstance(step, Operator)),
-        steps=steps,
-    )
+    whole: dict[str, Any] = {
+        name: larger(size, vars(longer)[name]) for name, size in vars(few).items() if isinstance(size, int)
+    }
+    whole |= {name: max(values) for name, values in instants.items() if values}
+    return Trace(**whole, steps=tuple(steps), instants=instants)
 
 
 def _parts(few: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, int, int, int]] | None:
@@ -133,38 +144,3 @@ def _parts(few: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, int, 
 
 def _name_of(step: Step) -> str:
     return step if isinstance(step, str) else step.name if isinstance(step, Operator) else step.kind
-
-
-class _Affine:
-    """Compute sizes of so many ``further`` rows, or rounds of a loop, from those of few and of one more."""
-
-    def __init__(self, further: int) -> None:
-        self.further = further
-
-    def __call__(self, size: int, larger: int) -> int:
-        return size + self.further * (larger - size)
-
-    def sizes(self, two: Trace, three: Trace, instants: Mapping[str, Sequence[int]]) -> Trace:
-        """Return a trace with these ``instants`` and without operators."""
-        sizes: dict[str, Any] = {
-            name: self(size, vars(three)[name]) for name, size in vars(two).items() if isinstance(size, int)
-        }
-        sizes |= {name: max(values) for name, values in instants.items() if values}
-        return Trace(**sizes, instants=instants, steps=two.steps)
-
-    def step(self, few: Step, longer: Step) -> Step:
-        if isinstance(few, Operator) and isinstance(longer, Operator):
-            return self.operator(few, longer)
-        if isinstance(few, Collective) and isinstance(longer, Collective):
-            return self.collective(few, longer)
-        return few
-
-    def collective(self, two: Collective, three: Collective) -> Collective:
-        return replace(two, bytes=self(two.bytes, three.bytes))
-
-    def operator(self, two: Operator, three: Operator) -> Operator:
-        if two == three:
-            return two
-        fused = None if two.fused is None or three.fused is None else self(two.fused, three.fused)
-        flops, moved = self(two.flops, three.flops), self(two.moved, three.moved)
-        return replace(two, flops=flops, moved=moved, fused=fused)

@@ -2,23 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import uncounted
-from ..parallel_state import BadInput, engine
+from ..parallel_state import BadInput, engine, local
+from .kernels import gpu_kernels
 from .micro_batch import MicroBatch
-from .traced import without_numbers
+from .waits import read_in_trace
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_tolist = Tensor.tolist
 
 
 @contextmanager
 def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[None]:
-    """Let modules compute without numbers inside this context, in the micro-batch's dtype.
+    """Give modules parameters and buffers without numbers inside this context, parameters in the dtype of the
+    micro-batch, and let code choose as on its device and call its kernels.
 
-    Raises ``BadInput`` for one whose parameters FSDP has cut: it would gather them.
+    All of a trace, and what it is given, must be made inside. Raises ``BadInput`` for a module whose
+    parameters FSDP has cut: it would gather them.
     """
     with ExitStack() as stack:
         for module in modules:
@@ -29,8 +35,38 @@ def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[Non
                     todo="Plan one built under torch.device('meta') with ParallelState.stand_in(layout)",
                 )  # fmt: skip
             stack.enter_context(uncounted(module))
-        stack.enter_context(without_numbers(modules, DTYPES[batch.compute], gpu=batch.gpu))
+        if batch.gpu:
+            stack.enter_context(engine.without_compiler())
+            stack.enter_context(gpu_kernels())
+            stack.enter_context(mock.patch.object(Tensor, "tolist", _numbers))
+        else:
+            from ..parallel_state.engine.fake_tensors import FakeTensor, FakeTensorMode
+
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", read_in_trace))
+        fakes: dict[int, Tensor] = {}
+        for module in {id(inner): inner for outer in modules for inner in outer.modules()}.values():
+            places: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for place in places:
+                for name, known in place.items():
+                    if known is None:
+                        continue
+                    if id(known) not in fakes:
+                        fakes[id(known)] = _fake(known, batch)
+                    stack.callback(place.__setitem__, name, known)
+                    place[name] = fakes[id(known)]
         yield
+
+
+def _fake(known: Tensor, batch: MicroBatch) -> Tensor:
+    shape = local(known).shape
+    if not isinstance(known, nn.Parameter):
+        return torch.empty(shape, dtype=known.dtype, device=device_of(batch))
+    return nn.Parameter(empty(shape, batch), requires_grad=known.requires_grad)
+
+
+def _numbers(tensor: Tensor) -> Any:
+    return read_in_trace(tensor) if tensor.is_meta else _tolist(tensor)
 
 
 def device_of(batch: MicroBatch) -> str:

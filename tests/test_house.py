@@ -58,7 +58,6 @@ PRIVATE_TORCH = {
     "simulation/backend.py": "makes a device of Python, for which torch has no public door",
     "simulation/kernels.py": "calls kernels that torch would call after asking a driver",
     "simulation/recorder.py": "tells operators apart by their private names",
-    "simulation/replaced_operators.py": "calls kernels that torch would call after asking a driver",
 }
 
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.

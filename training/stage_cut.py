@@ -80,5 +80,5 @@ def _forward_flops(
 ) -> tuple[list[float], float, float]:
     """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
     counted = flops_of_config(family, config, sequence_length)
-    last = sum(part.causal for part in counted.last)
-    return [part.causal for part in counted.blocks], counted.first.causal, last
+    last = sum(part.forward for part in counted.last)
+    return [part.forward for part in counted.blocks], counted.first.forward, last

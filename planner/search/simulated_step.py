@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,11 +15,10 @@ from ...parallel_state.engine import accelerator, local_data
 from ...recipes.recipe import Recipe
 from ...simulation.backend import NAME, register
 from ...simulation.collectives import axes_of_groups
-from ...simulation.kernels import fused_functions
+from ...simulation.kernels import Kernels, computing_as
 from ...simulation.ledger import PHASES, Ledger, kinds_of
 from ...simulation.rank import simulated_rank
 from ...simulation.record import Collective, StepRecord
-from ...simulation.replaced_operators import CPU, replaced
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.compute_weights import ComputeWeights
@@ -30,7 +29,6 @@ from ...training.step_sums import StepResult
 from ..dry_run import work_of
 from ..planned_model import own_model
 
-Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.
 PIECES = 600
 
@@ -162,7 +160,7 @@ def _computing_as(kernels: Kernels) -> Iterator[None]:
         return "cpu" if (kind := place(device)) == NAME else kind
 
     as_cpu = mock.patch.object(accelerator, "_type", as_host) if kernels == "cpu" else nullcontext()
-    with as_cpu, replaced(CPU) if kernels == "cpu" else fused_functions():
+    with as_cpu, computing_as(kernels):
         yield
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trilith.machine.random_files import write_tokens
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.runs.metrics import read_metrics
-from trilith.simulation import flops as operator_flops
+from trilith.simulation import operators
 from trilith.simulation.model_flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.testing import run_parallel
 
@@ -124,8 +124,7 @@ def test_attention_of_grouped_queries_is_counted_where_torch_counts_equal_heads_
         assert query[1] == key[1] == value[1]
         return 1
 
-    monkeypatch.setattr(operator_flops, "sdpa_flop_count", strict)
+    monkeypatch.setattr(operators, "sdpa_flop_count", strict)
     for kernel in ("flash_attention", "cudnn_attention", "efficient_attention"):
         operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
-        name = f"aten::_scaled_dot_product_{kernel}"
-        assert operator_flops.flops_of_call(name, operator, (q, k, k), {}, None) == 1
+        assert operators.facts_of(operator).flops((q, k, k), {}, None) == 1

@@ -210,7 +210,7 @@ def operator(name, phase, **given):
 
 
 def computed(operators, machine=H100, mode="none", **given):
-    trace = Trace(kept=0, made=0, forward=0, weights=0, operators=tuple(operators))
+    trace = Trace(steps=tuple(operators))
     return Kernels(machine, given.get("kernels", "eager"), given.get("dtype", "bfloat16")).compute(
         trace, mode, compiled=True
     )

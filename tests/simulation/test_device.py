@@ -20,6 +20,7 @@ from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.simulation import WAITS, Mixed, simulated_rank
 from trilith.simulation.device import NewWait
+from trilith.simulation.ledger import Ledger
 
 
 @contextmanager
@@ -65,17 +66,17 @@ def copies():
             torch.tensor([1.0, 2.0], device=x.device)
         with pytest.raises(NewWait, match="upload"):
             torch.ones(4).to(x.device)
-        seen.clear()
+        seen.waited.clear()
         torch.ones(4).to(x.device, non_blocking=True)
         assert not seen.waited
 
 
 def counts():
-    with device() as (x, seen):
-        seen.clear()
+    with device() as (x, _), Ledger(x.device.type) as ledger:
         y = x.view(2, 2) @ x.view(2, 2)
-        assert dict(seen.kernels) == {"aten::mm": 1} and seen.moved == 3 * 16
-        assert y.shape == (2, 2) and y.device == x.device
+        assert y.shape == (2, 2) and y.device == x.device and ledger.now == 16
+    (product,) = ledger.operators.values()
+    assert (product.name, product.count, product.flops, product.moved) == ("aten::mm", 1, 16, 3 * 16)
 
 
 def collectives():

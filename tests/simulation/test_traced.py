@@ -15,7 +15,8 @@ from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Recorder
 from trilith.simulation.trace import of_more_rounds
-from trilith.simulation.traced import trace, without_numbers
+from trilith.simulation.traced import trace
+from trilith.simulation.without_numbers import shapes_only
 
 #: Whose states come from the ranks before, not from all in turn.
 RECURRENT = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
@@ -60,7 +61,7 @@ def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monk
 
 
 def test_a_recorder_around_another_sees_what_is_remembered():
-    with without_numbers([], gpu=False), Recorder() as outer, Recorder() as inner:
+    with shapes_only([], MicroBatch(1, 1, gpu=False)), Recorder() as outer, Recorder() as inner:
         made = [(torch.empty(3, 4) + 1).mT.exp() for _ in range(2)]
         assert outer.now == inner.now == 2 * 12 * 4
         del made
@@ -163,7 +164,7 @@ def test_a_long_loss_follows_from_few_rows_and_chunks(size, chunk, tokens, layou
 def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():
     """The product before a chain and the one behind it are kernels of their own."""
     weight = torch.nn.Linear(8, 8, bias=False)
-    with without_numbers([weight], gpu=True):
+    with shapes_only([weight], MicroBatch(4, 1)):
 
         def run(x):
             y = weight(x) + 1

@@ -13,12 +13,14 @@ from trilith.checkpoints import begin_moments
 from trilith.layers import Balancing, routers
 from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState, clip_gradients
-from trilith.planner.search.simulated_step import Kernels, ledger_of_rank, simulated_steps
+from trilith.planner.search.simulated_step import ledger_of_rank, simulated_steps
 from trilith.recipes.optimizer_sections import LossScaleSection
+from trilith.simulation.backend import NAME
+from trilith.simulation.kernels import Kernels
+from trilith.simulation.ledger import Ledger
 from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
-from trilith.simulation.wait import Kind, Per
-from trilith.simulation.waits import WAITS
+from trilith.simulation.waits import WAITS, Kind, Per
 from trilith.system.process_end import leave
 from trilith.training.skipped_updates import LossScale
 from trilith.training.step_sums import StepResult
@@ -26,18 +28,21 @@ from trilith.training.update import Update
 
 from support.short_training import Case, build_rank, rank_batch
 
+#: Beginnings of the names of operators that make a tensor and start no kernel.
+_ALLOCATE = ("aten::empty", "aten::new_empty")
+
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Hold what a step after the first asked of the device: see ``SimulatedDevice``."""
+    """Hold what a step after the first asked of the device: see ``SimulatedDevice`` and ``Ledger``."""
 
     waited: Counter[tuple[str, Kind]]
-    kernels: Counter[str]
+    launches: Counter[str]
     moved: int
 
     @property
     def launched(self) -> int:
-        return sum(self.kernels.values())
+        return sum(self.launches.values())
 
     @property
     def waits(self) -> int:
@@ -49,7 +54,7 @@ def step_counts(case: Case, rank: int = 0) -> StepCounts:
 
     Raises ``Mixed``, ``NewWait``, and ``AssertionError`` for a place that waits too often for the list.
     """
-    with simulated_rank(case.layout, rank, WAITS) as (state, device):
+    with simulated_rank(case.layout, rank, WAITS) as (state, device), Ledger(NAME) as ledger:
         parts = build_rank(case, state)
         model, optimizer = parts.model, parts.optimizer
         begin_moments(model, optimizer)
@@ -58,10 +63,15 @@ def step_counts(case: Case, rank: int = 0) -> StepCounts:
         update = Update(model, optimizer, clip=case.clip, loss_scale=scale, balancing=experts)
         for number in range(2):
             rows = rank_batch(case, number, state)
-            device.clear()
+            device.waited.clear()
+            ledger.clear()
             done = update(parts.step.launch(rows, scale=update.scale))
             assert done.skipped is None and not done.fatal
-        counts = StepCounts(device.waited, device.kernels, device.moved)
+        started = [each for each in ledger.operators.values() if not each.name.startswith(_ALLOCATE)]
+        launches = Counter[str]()
+        for each in started:
+            launches[each.name] += each.count
+        counts = StepCounts(device.waited, launches, sum(each.moved for each in started))
         often = times(case, model)
         for wait in WAITS:
             found, most = counts.waited[wait.place, wait.kind], wait.most * often[wait.per]
