@@ -77,7 +77,9 @@ class TracedModel(PlannedModel):
                 blocks = numbered_blocks(model).items()
                 checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
             outputs = self.outputs(work, split) if own else None
-            self._costs[key] = stages_of(work, model, own and own.samples, own and own.loss, outputs)
+            self._costs[key] = stages_of(
+                work, model, own.samples if own else None, own.loss if own else None, outputs
+            )
         return self._costs[key]
 
     def _cut(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class RankParameters:
     #: Terms of the loss of the model: of the next token, and of multi-token prediction if there is some.
     terms: int = 1
     #: Returns the group of the block of a number, in a model whose blocks are planned apart.
-    group: Callable[[int], Group] = field(default={}.__getitem__, compare=False, repr=False)
+    group: Callable[[int], Group] = field(default=dict[int, Group]().__getitem__, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:
@@ -192,8 +192,8 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         members[block_of.get(name, model)].append((named[name], declaration))
     groups = {module: count_parameters(parameters, state) for module, parameters in members.items()}
     counts = [Counter(groups[block] for block in part if block in groups) for part in _blocks_of_parts(model)]
-    stages = tuple(tuple(count.items()) for count in counts)
-    return RankParameters(groups[model], stages, exit=groups[model].trained)
+    parts_of_rank = tuple(tuple(count.items()) for count in counts)
+    return RankParameters(groups[model], parts_of_rank, exit=groups[model].trained)
 
 
 def _blocks_of_parts(model: nn.Module) -> list[list[nn.Module]]:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from functools import cache, cached_property, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-Own, Returned = TypeVar("Own"), TypeVar("Returned")
+Own = TypeVar("Own")
+Returned = TypeVar("Returned")
 Arguments = ParamSpec("Arguments")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ..models import CausalLM
 
 
-class Alike(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Alike:
     """State the piece of ``count`` blocks that are alike, and the ``number`` of the first one.
 
     ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.

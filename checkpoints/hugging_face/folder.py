@@ -155,18 +155,18 @@ def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], whe
         for name in file.tensors:
             holders[name].append(shard)
     for name in dict.fromkeys((*promised, *holders)):
-        shards, shard = holders[name], promised.get(name)
+        shards, promise = holders[name], promised.get(name)
         if len(shards) > 1:
             raise BadInput(where, shown(name), expected="one shard", found=f"it in {' and '.join(shards)}")
-        if shard is None:
+        if promise is None:
             actual = "no such entry in weight_map"
             raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=actual)
-        if shards != [shard]:
+        if shards != [promise]:
             actual, todo = (
                 f"it in {shards[0] if shards else 'none'}",
                 "The index does not belong to these files",
             )
-            raise BadInput(where, shown(name), expected=f"it in {shard}", found=actual, todo=todo)
+            raise BadInput(where, shown(name), expected=f"it in {promise}", found=actual, todo=todo)
 
 
 def from_hub(name: str | Path) -> Path | None:

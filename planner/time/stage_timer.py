@@ -33,7 +33,7 @@ class StageSeconds:
     inputs: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
 
-    def add(self, part: str, times: int = 1, **directions: float) -> None:
+    def add(self, part: str, times: int = 1, /, **directions: float) -> None:
         """Add the seconds of a part in each direction that is named, ``times`` times."""
         for direction, seconds in directions.items():
             parts: dict[str, float] = getattr(self, direction)
