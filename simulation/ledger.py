@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward
 from .collectives import collective_of
-from .live_bytes import LiveBytes, Storage
+from .live_bytes import LiveBytes, Storage, stored
 from .operators import facts_of
 from .record import Collective, Holder, OperatorSums
 from .tensors import device_of, tensors_in
@@ -83,7 +83,7 @@ class Ledger(LiveBytes):
             hook.remove()
 
     def _counted(self, value: object) -> list[Tensor]:
-        return [tensor for tensor in tensors_in(value) if device_of(tensor).type in self.devices]
+        return [stored(tensor) for tensor in tensors_in(value) if device_of(tensor).type in self.devices]
 
     def _note(
         self,

@@ -49,7 +49,7 @@ class LiveBytes(UncompiledMode):
         self.at = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
         for tensor in self._counted([list(part) if isinstance(part, Iterator) else part for part in first]):
-            self._follow(_storage_of(tensor))
+            self._follow(tensor.untyped_storage())
 
     def __enter__(self) -> Any:
         for known, storage in [*self._alive.values()]:
@@ -82,25 +82,25 @@ class LiveBytes(UncompiledMode):
         out = self._call(func, args, kwargs)
         self.at += 1
         made, new = self._counted(out), list[Storage]()
-        known = {id(untyped): untyped for untyped in map(_storage_of, read)}
-        for untyped in map(_storage_of, made):
+        known = {id(untyped): untyped for untyped in [tensor.untyped_storage() for tensor in read]}
+        for untyped in [tensor.untyped_storage() for tensor in made]:
             # A view of what is not counted is not counted either.
             if id(untyped) not in known and id(untyped) not in self._alive:
                 new.append(self._follow(untyped))
         for key, untyped in known.items():
-            if (entry := self._alive.get(key)) is not None:
-                self._measure(untyped, entry[1])
+            if (entry := self._alive.get(key)) is not None and entry[1].size != (size := untyped.nbytes()):
+                self._change(entry[1], size)
         self._note(func, args, kwargs, out, read, made, new)
         return out
 
     def storage(self, tensor: Tensor) -> Storage | None:
         """Return what is known of a tensor's storage, if it is counted."""
-        known = self._alive.get(id(_storage_of(tensor)))
+        known = self._alive.get(id(tensor.untyped_storage()))
         return None if known is None else known[1]
 
     def _counted(self, value: object) -> list[Tensor]:
-        """Return the tensors whose storages count, in nested lists, tuples and dicts."""
-        return [tensor for tensor in tensors_in(value) if device_of(tensor).type != "meta"]
+        """Return what this rank stores of tensors that count, in nested lists, tuples and dicts."""
+        return [stored(tensor) for tensor in tensors_in(value) if device_of(tensor).type != "meta"]
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -139,5 +139,6 @@ class LiveBytes(UncompiledMode):
             self._change(known[1], 0)
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return (local_data(tensor) if is_dtensor(tensor) else tensor).untyped_storage()
+def stored(tensor: Tensor) -> Tensor:
+    """Return what this rank stores of a tensor."""
+    return local_data(tensor) if is_dtensor(tensor) else tensor

@@ -84,7 +84,9 @@ class ModelPieces:
             for of_few, number, most in ((of_rows, batch.rows, _FEW_ROWS), (of_ranks, ranks, _FEW_RANKS)):
                 if number > most:
                     few, longer = (of_few(n).under(mode, in_two=in_two) for n in (most - 1, most))
-                    if (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
+                    # Another row may take other operators, another rank takes more of the same.
+                    alike = of_few is of_ranks or len(few.steps) == len(longer.steps)
+                    if alike and (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
                         return extended
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]

@@ -169,8 +169,8 @@ class Recorder(LiveBytes):
         return self._casts.get(self._key(tensor)) if trained is None else trained
 
     def _key(self, tensor: Tensor) -> object:
-        """Return what tells a storage from others, one that was there before by its id."""
-        return self.storage(tensor) or id(tensor.untyped_storage())
+        """Return what tells a storage from others; one that was there before is held, lest another is it."""
+        return self.storage(tensor) or tensor.untyped_storage()
 
     def _join(self, operator: Operator, facts: Facts, read: list[Tensor], made: list[Tensor]) -> None:
         """Let an operator be part of the chain before it, or of a new one, or of none."""
