@@ -102,12 +102,10 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
 
     from ..runs.terminal import plain_console
 
-    rows = table(title, ("", "check", "found", "what to do"))
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
-    for finding in findings:
-        rows.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
+    rows = [(Text(each.level, colours[each.level]), each.check, each.found, each.todo) for each in findings]
     console = plain_console()
-    console.print(rows)
+    console.print(table(title, ("", "check", "found", "what to do"), rows))
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
     console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")

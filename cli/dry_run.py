@@ -158,10 +158,7 @@ def _is_page(seen: bytes) -> bool:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    filled = table(title, head, right=_NUMBERS)
-    for row in rows:
-        filled.add_row(*row)
-    return filled
+    return table(title, head, rows, right=_NUMBERS)
 
 
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:

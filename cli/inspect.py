@@ -76,11 +76,10 @@ def inspect(
             f"mean {values.mean():.6g}  std {values.std():.6g}"
         )
         return
-    files = table("files", ("file", "tensors", "bytes"), right=("tensors", "bytes"))
-    for file in folder.stored_files:
-        files.add_row(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}")
-    print_table(files)
-    tensors = table("tensors", ("name", "dtype", "shape", "parts"))
-    for name, whole in folder.catalog.items():
-        tensors.add_row(name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
-    print_table(tensors)
+    files = [(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}") for file in folder.stored_files]
+    print_table(table("files", ("file", "tensors", "bytes"), files, right=("tensors", "bytes")))
+    tensors = (
+        (name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
+        for name, whole in folder.catalog.items()
+    )
+    print_table(table("tensors", ("name", "dtype", "shape", "parts"), tensors))

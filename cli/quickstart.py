@@ -32,10 +32,9 @@ def quickstart(
 
     console = plain_console()
     checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()
-    rows = table("What was checked", ("check", "figure", "goal", ""))
-    for check in checks:
-        rows.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
-    console.print(rows)
+    failed = Text("FAILED", "red")
+    rows = [(check.what, check.figure, check.goal, "ok" if check.passed else failed) for check in checks]
+    console.print(table("What was checked", ("check", "figure", "goal", ""), rows))
     console.print(f"curves: {out / 'report.html'}   model: {out / 'hf'}   run: {out / 'run'}")
     for lead, words in (
         ("next:", ["report", out / "run"]),

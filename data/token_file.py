@@ -25,8 +25,7 @@ from ..system.addresses import as_url
 from .token_index import (
     TokenIndex,
     TokenPaths,
-    check_targets,
-    check_tokens,
+    check_sizes,
     little_endian,
     read_documents,
     read_index,
@@ -64,9 +63,8 @@ class TokenFile:
         """
         paths = _local(path)
         index = read_index(paths.index)
-        check_tokens(paths.tokens, index)
+        check_sizes(paths, index)
         documents = read_documents(paths.documents, index)
-        check_targets(paths.targets, index)
         sums, target_sums = read_sums(paths.sums, index)
         tokens = np.memmap(paths.tokens, dtype=little_endian(index.dtype), mode="r")
         checked, learnt, targets = CheckedFile(paths.tokens, tokens, sums), None, None

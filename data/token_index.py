@@ -165,16 +165,12 @@ def _command(path: Path) -> str:
     return shlex.join(["trilith", "tokenize", *words])
 
 
-def check_tokens(path: Path, index: TokenIndex) -> None:
-    """Check that the tokens have the size that the index states."""
+def check_sizes(paths: TokenPaths, index: TokenIndex) -> None:
+    """Check that the tokens, and what tells which are to be learnt, have the sizes that the index states."""
     itemsize = little_endian(index.dtype).itemsize
-    _check_size(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}")
-
-
-def check_targets(path: Path, index: TokenIndex) -> None:
-    """Check the same of the file that tells which tokens are to be learnt, if the index has one."""
+    _check_size(paths.tokens, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}")
     if index.targets is not None:
-        _check_size(path, index.tokens, f"one for each of {index.tokens} tokens")
+        _check_size(paths.targets, index.tokens, f"one for each of {index.tokens} tokens")
 
 
 def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:

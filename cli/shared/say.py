@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ...system import visible
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
+    from rich.text import Text
 
 #: Where our modules lie.
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -72,13 +73,17 @@ def pieces_of_text() -> Iterator[Callable[[str], None]]:
         raise
 
 
-def table(title: str | None, head: Sequence[str], *, right: Container[str] = ()) -> Table:
-    """Return a table without rows, with a title on its left; columns of numbers are set ``right``."""
+def table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]] = (), *, right: Container[str] = ()
+) -> Table:
+    """Return a table with a title on its left; columns of numbers are set ``right``."""
     from rich.table import Table
 
     columns = Table(title=title, title_justify="left")
     for name in head:
         columns.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        columns.add_row(*row)
     return columns
 
 

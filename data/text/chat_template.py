@@ -30,6 +30,7 @@ from .tokenizer_loading import (
     FolderTokenizer,
     Tokenizer,
     check_length,
+    check_text,
 )
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -106,11 +107,7 @@ class ChatTemplate:
         A token is learnt if any of its characters is the assistant's. ``where`` names the sample in errors.
         """
         text = self._text(conversation.messages, conversation, where)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise BadInput(where, expected="text", found=f"half a surrogate pair, {half!r}") from error
+        check_text(text, where)
         if self.marked:
             encoding = self._apply(
                 conversation.messages,

@@ -32,7 +32,7 @@ from .chat_formats import conversation_of
 from .chat_template import Chat, ChatTemplate
 from .parquet_and_arrow import dataset_files
 from .text_and_jsonl import Block, check_inputs, documents_of, input_size, read_blocks, records_of
-from .tokenizer_loading import Tokenizer, check_length, load_tokenizer
+from .tokenizer_loading import Tokenizer, check_text, load_tokenizer
 
 #: Bytes of input that take about as long as starting a process.
 _WORTH_A_PROCESS = 8 * 2**20
@@ -134,13 +134,8 @@ def _encoder(job: Job, loaded: Tokenizer) -> Callable[[Block], Encoded]:
 def _encode(block: Block, job: Job, tokenizer: Tokenizer) -> Encoded:
     parts, dtype = [], dtype_for(tokenizer.vocab_size)
     for where, text in documents_of(block, job.json_key):
-        check_length(text, where)
-        try:
-            ids = tokenizer.encode(text)
-        except UnicodeEncodeError as error:
-            raise BadInput(
-                where, expected="text", found=f"half a surrogate pair, {text[error.start]!r}"
-            ) from error
+        check_text(text, where)
+        ids = tokenizer.encode(text)
         if job.append_eos and tokenizer.eos_id is not None:
             ids.append(tokenizer.eos_id)
         if ids:

@@ -96,6 +96,16 @@ def check_length(text: str, where: object = "text") -> None:
         raise BadInput(where, "document", expected=expected, found=f"{len(text):,}", todo=todo)
 
 
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that cannot be tokenized: a longer one than may be, or one with a lone surrogate."""
+    check_length(text, where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half a surrogate pair, {text[error.start]!r}"
+        raise BadInput(where, expected="text", found=half) from error
+
+
 def _checked(text: str) -> str:
     """Return a text that may be tokenized. Of a lone surrogate the libraries would raise what says little."""
     check_length(text)
