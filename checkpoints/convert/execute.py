@@ -7,11 +7,10 @@ eight ranks is read once, not eight times, and each write to a file is nearly al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import islice, pairwise, zip_longest
+from itertools import islice
 from threading import Lock, local
 
 import torch
@@ -24,18 +23,14 @@ from ...storage.dtypes import BITS, TORCH, look_at, smallest
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
-from ...storage.strides import blocks
 from ..lora import Change
+from .groups import Group, cut_into_blocks, dtype_of, shared, spread
 from .plan import Transfer
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A
 #: worker holds at most four at once: the numbers read, the part made of them, its cast, and the file range
 #: that a read spans.
 BLOCK = 4 << 20
-
-
-#: Transfers that share their sources, each with the file whose tensor of that name has the box's shape.
-Group = list[tuple[Transfer, TensorWriter]]
 
 
 @dataclass
@@ -80,11 +75,11 @@ def execute(
     for transfer, writer in transfers:
         transfer.check()
         if transfer.box.size:
-            groups[_shared(transfer)].append((transfer, writer))
+            groups[shared(transfer)].append((transfer, writer))
     work = _Work(change, block or BLOCK, allow_nonfinite, seen or {}, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        for done in [pool.submit(work.make, *numbered) for numbered in _spread([*groups.values()], threads)]:
+        for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
             done.result()
         if finished is not None:
             finished.wait()
@@ -95,14 +90,6 @@ def execute(
     work.report.zeros = {group[0][0].name for group in groups.values()} - work.not_zero
     work.report.vanished = set(work.report.underflows) - work.left
     return work.report
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """List the parts of a block, and what they need: one smallest box of each stored tensor."""
-
-    parts: list[tuple[Transfer, TensorWriter, Box]]
-    needed: dict[Key, Box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +127,7 @@ class _Work:
             self.left.add(name)
             return
         remarkable, made = False, 0
-        coming = self._blocks(group)
+        coming = cut_into_blocks(group, self.block)
         following = next(coming, None)
         while (block := following) is not None:
             if (following := next(coming, None)) is not None:
@@ -174,25 +161,11 @@ class _Work:
             self.progress(transfer.nbytes)
         return True
 
-    def _blocks(self, group: Group) -> Iterator[_Block]:
-        """Cut what a group makes into blocks of about ``block`` bytes, and find what each is made of."""
-        transfers = [transfer for transfer, _ in group]
-        most = self.block // max(_dtype(piece.stored).itemsize for each in transfers for piece in each.pieces)
-        for box in (box for slab in _slabs(transfers) for box in blocks(slab, most)):
-            parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(box))]
-            needed: dict[Key, Box] = {}
-            for transfer, _, part in parts:
-                for whole in transfer.pieces:
-                    if (piece := whole.narrow(part)) is not None:
-                        hull, place = piece.hull, piece.stored
-                        needed[place] = needed[place].around(hull) if place in needed else hull
-            yield _Block(parts, needed)
-
     def _read_block(self, needed: Mapping[Key, Box]) -> dict[Key, _Read]:
         """Read the stored numbers that the parts of a block need."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
-            out = self._buffer(f"read {number}", box.shape, _dtype(place))
+            out = self._buffer(f"read {number}", box.shape, dtype_of(place))
             place.file.read(place.key, box, out=out)
             zero = self._look(place, box, out)
             read[place] = _Read(out, box, self._sum(place, box, out), zero)
@@ -268,45 +241,6 @@ class _Work:
         return known[use][:size].view(dtype).view(shape)
 
 
-def _dtype(stored: Key) -> torch.dtype:
-    return TORCH[stored.file.tensors[stored.key].dtype]
-
-
 def _sums(group: Group) -> list[int]:
     """Return, for each transfer, the CRC-32 of the bytes that its file now holds for its whole tensor."""
     return [writer.sum_of(transfer.name) for transfer, writer in group]
-
-
-def _shared(transfer: Transfer) -> object:
-    """Return a key; transfers with equal keys read the same rows of the same stored tensors, in one go."""
-    rows = (transfer.box.start[:1], transfer.box.stop[:1])
-    return transfer.name, rows, frozenset((piece.stored, piece.dims) for piece in transfer.pieces)
-
-
-def _spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
-    """Return the numbered groups in an order in which each thread works in another stretch of the plan.
-
-    Threads that write to the same file wait for each other in the operating system.
-    """
-    numbered = [*enumerate(groups)]
-    each = -(-len(numbered) // max(1, threads))
-    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
-    return [numbered for together in zip_longest(*stretches) for numbered in together if numbered is not None]
-
-
-def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
-    """Cut the box that a group makes where its sources end; a block then mostly lies in one run of a file."""
-    whole = reduce(Box.around, (transfer.box for transfer in group))
-    if not whole.start:
-        yield whole
-        return
-    ends = {
-        end
-        for transfer in group
-        for piece in transfer.pieces
-        if piece.dense  # pieces with steps lie between each other, and are read together
-        for end in (piece.box.start[0], piece.box.stop[0])
-    }
-    first, last = whole.start[0], whole.stop[0]
-    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
-        yield whole.narrow(0, start - first, stop - first)
