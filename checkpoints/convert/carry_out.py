@@ -22,7 +22,8 @@ from ..hugging_face.writer import for_transformers, open_file, write_config_and_
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums
-from .execute import BLOCK, Group, execute
+from .execute import BLOCK, execute
+from .groups import Group
 from .plan import Form, Plan, identify, plan_conversion
 
 

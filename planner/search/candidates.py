@@ -107,8 +107,14 @@ class Cut:
     def _layout(self, virtual_stages: int, v_shape: bool, store: Store) -> Layout:
         """Return the layout with such stages, whose data ranks share as ``store`` says."""
         shards = self.layout.data // store.replicas if store.zero else 1
-        data = {"data_shard": shards, "data_replicate": self.layout.data // shards, "zero": store.zero}
-        return replace(self.layout, **data, virtual_stages=virtual_stages, v_shape=v_shape)
+        return replace(
+            self.layout,
+            data_shard=shards,
+            data_replicate=self.layout.data // shards,
+            zero=store.zero,
+            virtual_stages=virtual_stages,
+            v_shape=v_shape,
+        )
 
     @cached_property
     def least_stores(self) -> tuple[Store, ...]:

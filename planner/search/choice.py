@@ -27,7 +27,7 @@ class Choice:
         return global_batch // (self.layout.data * self.micro_batch)
 
     @property
-    def cut(self) -> tuple[object, ...]:
+    def cut(self) -> tuple[int, ...]:
         """Return the axes that cut the model; a search shows only the fastest layout of each cut."""
         layout = self.layout
         return layout.tensor, layout.context, layout.pipeline, layout.expert
