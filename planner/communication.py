@@ -154,8 +154,9 @@ class _Sent:
 
     def piece(self, piece: Piece, *, again: bool = False) -> None:
         rounds = self.work.micro_batches
-        for one in traffic_of_piece(self.work, piece, again=again):
-            self.add(one.axis, one.kind, one.what, one.ranks, rounds * one.count, rounds * one.bytes)
+        for sent in traffic_of_piece(self.work, piece, again=again):
+            count, size = rounds * sent.count, rounds * sent.bytes
+            self.add(sent.axis, sent.kind, sent.what, sent.ranks, count, size)
 
     def between_stages(self) -> None:
         """Add hidden states to the next stage and gradients to the one before, for each micro-batch.

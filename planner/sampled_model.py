@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..layers import Scaling, Stage
+from ..layers import Scaling, Stage, routers
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.model_flops import TokenFlops, flops_of_token
+from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_module, zoo_parameters
-from .stage_costs import StageCost, stage_cost
+from .stage_costs import Source, StageCost, stage_cost
 from .step_shape import Work
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class PlannedModel(ABC):
         return work
 
 
-class SampledModel(PlannedModel):
+class SampledModel(PlannedModel, Source):
     """Hold one block of each kind of a model, and its ends.
 
     The results are those of ``rank_parameters`` and ``stage_costs`` on the built stages. Shared: ``sampled``
@@ -68,17 +70,41 @@ class SampledModel(PlannedModel):
     def __init__(
         self, family: Family, model: CausalLM, other: Callable[[Layout], SampledModel] | None = None
     ) -> None:
-        super().__init__(family, model.config)
-        self._model, self._other, self.kinds = model, other, block_kinds(family, model.config)
+        PlannedModel.__init__(self, family, model.config)
+        self._other, self._cut = other, model.state.layout
+        among = None if other is None else self._among
+        Source.__init__(self, model, ModelPieces(model, model.state, among))
+        self.kinds: tuple[int, ...] = block_kinds(family, model.config)
         #: The first block of each kind.
         self.blocks = {kind: model.layers[str(self.kinds.index(kind))] for kind in dict.fromkeys(self.kinds)}
-        self.pieces = ModelPieces(model, model.state, None if other is None else self._among)
+        # What comes before the blocks and behind them is the same in any cut of rows and experts.
+        if other is not None and self._cut.context * self._cut.expert > 1:
+            self.ends = other(Layout(tensor=self._cut.tensor, sequence=self._cut.sequence)).pieces
         self._counted: dict[object, Group] = {}
         self._costs: dict[object, StageCost] = {}
 
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""
         return self.blocks[self.kinds[number]]
+
+    @cached_property
+    def _uncut(self) -> SampledModel:
+        """Return the same model with all experts on each rank: what holds none is the same there."""
+        if self._other is None or self._cut.expert == 1:
+            return self
+        return self._other(replace(self._cut, expert=1, data_replicate=1))
+
+    def piece(self, number: int, batch: MicroBatch, *, reached: bool) -> Piece:
+        """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
+        if self._uncut is not self and not [*routers(self.block(number))]:
+            return self._uncut.piece(number, batch, reached=reached)
+        return super().piece(number, batch, reached=reached)
+
+    def tables(self, numbers: Sequence[int], batch: MicroBatch) -> Piece:
+        """Return the piece of what these blocks share."""
+        if self._uncut is not self:
+            return self._uncut.tables(numbers, batch)
+        return super().tables(numbers, batch)
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
@@ -89,10 +115,10 @@ class SampledModel(PlannedModel):
         if key not in self._held:
             count = partial(self._count, state)
             groups = [[(count(self.blocks[kind]), n) for kind, n in part] for part in numbers]
-            further = self._model.mtp.values() if stage.last else ()
+            further = self.model.mtp.values() if stage.last else ()
             groups[-1] += [(count(block), 1) for block in further]
             self._held[key] = zoo_parameters(
-                self._model, stage, groups, count, lambda number: count(self.block(number))
+                self.model, stage, groups, count, lambda number: count(self.block(number))
             )
         return self._held[key]
 
@@ -110,27 +136,15 @@ class SampledModel(PlannedModel):
             place = checkpoint_every, part.blocks[0] % checkpoint_every
             key = kinds, place, part.first, part.last, work.batch, work.loss_chunk, work.loss_sums
             if key not in self._costs:
-                blocks = {number: self.block(number) for number in part.blocks}
-                kinds_of = dict(zip(part.blocks, kinds, strict=True))
-                self._costs[key] = stage_cost(work, part, blocks, kinds_of, self.pieces, self._ends)
+                self._costs[key] = stage_cost(work, part, self)
             costs.append(self._costs[key])
         return costs
 
     def _among(self, ranks: int, kind: int) -> tuple[ModelPieces, nn.Module]:
         """Return the pieces of the model on so many context ranks, and its block of this kind."""
         assert self._other is not None
-        sample = self._other(replace(self._model.state.layout, context=ranks))
+        sample = self._other(replace(self._cut, context=ranks))
         return sample.pieces, sample.blocks[kind]
-
-    @cached_property
-    def _ends(self) -> ModelPieces:
-        """Return the pieces of what comes before the blocks and behind them, which is the same in any cut of
-        rows and experts.
-        """
-        cut = self._model.state.layout
-        if self._other is None or cut.context * cut.expert == 1:
-            return self.pieces
-        return self._other(Layout(tensor=cut.tensor, sequence=cut.sequence))._ends
 
 
 def _place(state: ParallelState) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
 from ..simulation.kinds_of_blocks import signature
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
 from ..simulation.trace import Trace
@@ -177,49 +178,61 @@ def _sum(pieces: Sequence[Piece], what: str) -> int:
     return sum(getattr(piece, what) for piece in pieces)
 
 
+class Source:
+    """Make the pieces of the stages of a rank that holds ``model``: of its blocks, of what these share, and
+    of the ``ends``, what comes before and behind them.
+    """
+
+    def __init__(self, model: CausalLM, pieces: ModelPieces) -> None:
+        self.model = model
+        self.pieces = self.ends = pieces
+        self.kinds: Mapping[int, object] | Sequence[object] = {}
+
+    def block(self, number: int) -> nn.Module:
+        """Return the block of this number, or one like it."""
+        return self.model.layers[str(number)]
+
+    def piece(self, number: int, batch: MicroBatch, *, reached: bool) -> Piece:
+        """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
+        return self.pieces.block(self.block(number), batch, reached=reached, kind=self.kinds[number])
+
+    def tables(self, numbers: Sequence[int], batch: MicroBatch) -> Piece:
+        """Return the piece of what these blocks share."""
+        return self.pieces.tables({self.kinds[n]: self.block(n) for n in reversed(numbers)}, batch)
+
+
 def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
     """Return the pieces of each stage that a rank holds of a model, which may be on the meta device."""
-    pieces = ModelPieces(model, work.state)
-    kinds = {number: signature(model.layers[str(number)]) for number in model.stage.blocks}
-    blocks = {number: model.layers[str(number)] for number in model.stage.blocks}
-    return [stage_cost(work, part, blocks, kinds, pieces, pieces) for part in model.stage.parts]
+    source = Source(model, ModelPieces(model, work.state))
+    source.kinds = {number: signature(source.block(number)) for number in model.stage.blocks}
+    return [stage_cost(work, part, source) for part in model.stage.parts]
 
 
-def stage_cost(
-    work: Work,
-    stage: Stage,
-    blocks: Mapping[int, nn.Module],
-    kinds: Mapping[int, object],
-    pieces: ModelPieces,
-    ends: ModelPieces,
-) -> StageCost:
-    """Return the pieces of one stage of a rank, from its ``blocks`` and their ``kinds`` by number.
-
-    ``pieces``: of the blocks; ``ends``: of the embedding, the output layer and the loss.
-    """
-    batch, model = work.batch, pieces.model
+def stage_cost(work: Work, stage: Stage, source: Source) -> StageCost:
+    """Return the pieces of one stage of a rank."""
+    batch, model, ends = work.batch, source.model, source.ends
     # Every later stage sends gradients back, trained or not: torch's stages do.
     reached = not stage.first or _trained(*model.entry)
-    block_pieces, reaches = dict[int, Piece](), set[int]()
+    blocks, reaches = dict[int, Piece](), set[int]()
     for number in stage.blocks:
-        block_pieces[number] = pieces.block(blocks[number], batch, reached=reached, kind=kinds[number])
-        reached = reached or _trained(blocks[number])
+        blocks[number] = source.piece(number, batch, reached=reached)
+        reached = reached or _trained(source.block(number))
         if reached:
             reaches.add(number)
-    first_of = {kinds[number]: blocks[number] for number in reversed(stage.blocks)}
     entry = ends.entry(batch) if stage.first else None
-    parts = [pieces.tables(first_of, batch), *([entry] if entry else [])]
+    before = [source.tables(stage.blocks, batch), *([entry] if entry else [])]
     if not stage.last:
-        return StageCost(stage.first, block_pieces, tuple(parts), frozenset(reaches), entry)
-    in_loss = bool(work.loss_chunk)
-    end = ends.exit(batch, reached=reached, in_loss=in_loss)
+        return StageCost(stage.first, blocks, tuple(before), frozenset(reaches), entry)
+    end = ends.exit(batch, reached=reached, in_loss=bool(work.loss_chunk))
     reached = reached or _trained(model.norm, model.embed)
     further = {
-        int(name): pieces.prediction(place, batch, reached=reached) for place, name in enumerate(model.mtp)
+        int(name): source.pieces.prediction(place, batch, reached=reached)
+        for place, name in enumerate(model.mtp)
     }
     loss = ends.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
-    behind, beside = (end, *further.values()), (*parts, end, *further.values())
-    return StageCost(stage.first, block_pieces, beside, frozenset(reaches), entry, loss, behind, further)
+    behind = end, *further.values()
+    beside = *before, *behind
+    return StageCost(stage.first, blocks, beside, frozenset(reaches), entry, loss, behind, further)
 
 
 def _trained(*modules: nn.Module) -> bool:

@@ -98,8 +98,8 @@ class Evaluator:
     def least_of_rows(self, cut: Cut, flow: Flow) -> float:
         """Return a lower bound, in seconds, for every schedule with these micro-batches."""
         pipeline = cut.layout.pipeline
-        one = self._whole_model(_plain(cut.layout, 1), pipeline > 1, flow.micro_batch, flow.count == 1)
-        return one * flow.count / pipeline
+        seconds = self._whole_model(_plain(cut.layout, 1), pipeline > 1, flow.micro_batch, flow.count == 1)
+        return seconds * flow.count / pipeline
 
     def least_of_flow(self, cut: Cut, flow: Flow, mode: Checkpointing | None = None) -> float:
         """Return a lower bound, in seconds, for every store of this cut and flow, in one mode of activation
