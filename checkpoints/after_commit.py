@@ -76,9 +76,7 @@ class AfterCommit:
             self._begin_copy(path)
 
     def begin(self, step: int) -> None:
-        """Begin to copy the checkpoint of ``step``, just committed, and to delete old ones; return at
-        once.
-        """
+        """Begin to copy the checkpoint of ``step``, just committed, and to delete old ones, in threads."""
         self._committed = step
         self._begin_copy(step_directory(self._root, step))
         self._retention.begin(step)

@@ -16,9 +16,7 @@ from .user_module_family import Described, StoredModule, described_module
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Hold what a user's module is called elsewhere, its config.json and its table of names, and how it is
-    built.
-    """
+    """Hold a user's module's config.json and table of names, its name elsewhere, and how it is built."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[Rule] = ()

@@ -124,9 +124,7 @@ class Manifest(StrictRecord):
             raise from_validation(where, error, kind=BadCheckpoint) from None
 
     def to_bytes(self) -> bytes:
-        """Return JSON with a line for each field, file and tensor, so that people and ``diff`` can read
-        it.
-        """
+        """Return JSON with a line for each field, file and tensor, which people and ``diff`` can read."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
         fields["version"] = self.version
         return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))

@@ -145,9 +145,7 @@ def _restored(dtype: str, value: float, device: torch.device) -> Tensor | float:
 def check_optimizer(
     where: str, model: nn.Module, optimizer: torch.optim.Optimizer, stored: StoredOptimizer | None = None
 ) -> None:
-    """Refuse an optimizer of other parameters, one that no checkpoint can hold, and one of another class than
-    ``stored``.
-    """
+    """Refuse an optimizer of other parameters, of another class than ``stored``, or that cannot be stored."""
     mine, kind = set(model.parameters()), type(optimizer).__name__
     if any(parameter not in mine for group in optimizer.param_groups for parameter in group["params"]):
         todo = "Make it after shard_over_data, of model.parameters()"

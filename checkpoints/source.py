@@ -214,9 +214,7 @@ def foreign_format(path: str | Path) -> Format | None:
 
 
 def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
-    """Read the headers of another project's checkpoint, under the names that are in it; ``None`` if
-    ``path`` is none.
-    """
+    """Read the headers of another project's checkpoint, under its own names; ``None`` if ``path`` is none."""
     form = foreign_format(path)
     return None if form is None else form.read(Path(path))
 

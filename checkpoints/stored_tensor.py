@@ -14,9 +14,9 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
-from ..storage.coverage import check_coverage
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
+from ..storage.strides import check_coverage
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]

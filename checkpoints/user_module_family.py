@@ -186,9 +186,7 @@ class ModuleFamily:
 
 @dataclass(frozen=True)
 class Described:
-    """Bind what a checkpoint says of a model: its family and its config, for a user's module that of its
-    config.json.
-    """
+    """Bind what a checkpoint says of a model: its family and config (of a user's module, its config.json)."""
 
     family: Family | ModuleFamily
     config: Any

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
-from .coverage import first_flaw
 from .crc import Checksum
 from .dtypes import TORCH, look_at
 from .safetensors_reader import TensorFile
+from .strides import first_flaw
 
 Shape = tuple[int, ...]
 

@@ -40,9 +40,7 @@ class Checksum:
         self._lock = Lock()
 
     def add(self, offset: int, data: bytes | memoryview) -> int:
-        """Count in the bytes that lie at ``offset``; return their CRC-32. The same stretch twice counts
-        once.
-        """
+        """Count in the bytes that lie at ``offset``, once if they come twice; return their CRC-32."""
         crc = crc32(data)
         self.note(offset, len(data), crc)
         return crc

@@ -110,9 +110,7 @@ class RemoteFolder:
         return crc
 
     def fetch(self, name: str, target: Path) -> int:
-        """Copy a file here, to ``target``, which must not exist; it is on the disk when this returns its
-        CRC-32.
-        """
+        """Copy a file here, to a new file ``target``; it is on the disk when this returns its CRC-32."""
         disk, crc, done = Disk(), 0, 0
         with writing(target):
             fd = disk.create(target)

@@ -34,15 +34,6 @@ class Entry:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Hold a checked header: every byte of the file belongs to exactly one tensor or to the header itself."""
-
-    tensors: dict[str, Entry]
-    metadata: dict[str, str]
-    data_begin: int
-
-
 def header_length(first: bytes, size: int, where: object) -> int:
     """Return how many bytes of JSON follow the first 8; check the number before so many bytes are read."""
     if hint := what_it_looks_like(first):
@@ -63,8 +54,11 @@ def header_length(first: bytes, size: int, where: object) -> int:
     return length
 
 
-def parse_header(raw: bytes, size: int, where: object, *, expected: Container[str] = ()) -> Header:
-    """Parse the header from its JSON bytes and the size of the whole file.
+def parse_header(
+    raw: bytes, size: int, where: object, *, expected: Container[str] = ()
+) -> tuple[dict[str, Entry], dict[str, str], int]:
+    """Parse the header from its JSON bytes and the size of the whole file; return the tensors, the metadata
+    and the first byte behind the header. Every byte of the file belongs to exactly one tensor or to it.
 
     Names that look like paths are refused unless they are in ``expected``: a name must never become a path.
     """
@@ -83,7 +77,7 @@ def parse_header(raw: bytes, size: int, where: object, *, expected: Container[st
             _check_name(name, where)
         tensors[name] = _entry(name, value, data_begin, where)
     _check_tiling(tensors, data_begin, size, where)
-    return Header(tensors, metadata, data_begin)
+    return tensors, metadata, data_begin
 
 
 def build_header(

@@ -72,8 +72,7 @@ class TensorFile:
             raw = os.pread(fd, length, 8)
             if len(raw) < length:
                 raise BadInput(path, expected=f"{length:,} bytes of header", found=f"{len(raw):,}")
-            header = parse_header(raw, status.st_size, path, expected=expected)
-            return cls(path, header.tensors, header.metadata, header.data_begin, identity_of(status))
+            return cls(path, *parse_header(raw, status.st_size, path, expected=expected), identity_of(status))
 
     @property
     def stored_in(self) -> Sequence[TensorFile]:

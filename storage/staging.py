@@ -69,9 +69,7 @@ class Staging:
 
     @classmethod
     def _begin(cls, output: Path, identity: str | None, check: Callable[[], None]) -> Staging:
-        """Begin under the lock. ``check`` is called there once more: another process may have finished since
-        its first call.
-        """
+        """Begin under the lock. ``check`` is called once more: another process may have finished since."""
         identity = secrets.token_hex(8) if identity is None else identity
         assert _IDENTITY.fullmatch(identity), identity
         with writing(output.parent):

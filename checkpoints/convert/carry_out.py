@@ -1,6 +1,4 @@
-"""Convert and reshard: from a Hugging Face folder or a checkpoint to a Hugging Face folder or a
-checkpoint.
-"""
+"""Convert and reshard: from a Hugging Face folder or a checkpoint to one of them."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ from typing import Literal
 from ...models import AdaptedFamily, Implementation
 from ...parallel_state import BadCheckpoint, BadInput, Box, Layout, Piece, buffer_names, dtype_name
 from ...storage.catalog import Key, LazyTensor
-from ...storage.coverage import first_flaw
 from ...storage.dtypes import BITS, TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
+from ...storage.strides import first_flaw
 from ...system import no_garbage_search
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
 from ..lora import Merge, base_for, read_adapter

@@ -12,11 +12,11 @@ from typing import Any
 
 from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import Catalog, Key, LazyTensor
-from ...storage.coverage import check_coverage
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
 from ...storage.safe_open import check_plain_name, contained, read_small
 from ...storage.strict_json import shown
+from ...storage.strides import check_coverage
 from ...storage.torch_archive import (
     Limits,
     Maker,

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
-from trilith.storage.coverage import first_flaw
-from trilith.storage.strides import blocks, contiguous, runs_of
+from trilith.storage.strides import blocks, contiguous, first_flaw, runs_of
 from trilith.storage.torch_archive import View, ViewFile, read_archive
 
 

@@ -16,7 +16,6 @@ from support.refusals import Refused, refusals
 from trilith.checkpoints import read_source
 from trilith.parallel_state import Box, MachineFailed
 from trilith.storage import TensorFile
-from trilith.storage.coverage import check_coverage
 from trilith.storage.file_names import SOURCES, kind_of_folder
 from trilith.storage.small_files import (
     log_line,
@@ -27,6 +26,7 @@ from trilith.storage.small_files import (
     read_toml,
 )
 from trilith.storage.staging import Staging
+from trilith.storage.strides import check_coverage
 from trilith.storage.torch_archive import View, ViewFile, read_archive
 
 READERS = {
