@@ -33,15 +33,19 @@ def toml(rows: Mapping[str, Mapping[str, Any]]) -> str:
         f'transformers = "{version("transformers")}"',
         "",
     ]
-    lines += ["[types]", *(f"{kind} = {inline(row)}" for kind, row in sorted(rows.items())), ""]
+    lines += ["[types]", *(f"{named(kind)} = {inline(row)}" for kind, row in sorted(rows.items())), ""]
     return "\n".join(lines)
+
+
+def named(key: str) -> str:
+    """Return a key as TOML writes it."""
+    return key if re.fullmatch(r"[\w-]+", key) else json.dumps(key)
 
 
 def inline(entry: Any) -> str:
     """Return a text, a number or a table of them as TOML writes it in one line."""
     if isinstance(entry, Mapping):
-        names = {key: json.dumps(key) if " " in key else key for key in entry}
-        return f"{{ {', '.join(f'{name} = {inline(entry[key])}' for key, name in names.items())} }}"
+        return f"{{ {', '.join(f'{named(key)} = {inline(part)}' for key, part in entry.items())} }}"
     return json.dumps(entry) if isinstance(entry, str) else f"{entry:.0e}"
 
 
