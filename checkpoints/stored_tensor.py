@@ -140,8 +140,8 @@ class Grid(StrictRecord):
         The work is bounded by the number of files, whatever the grid says.
         """
 
-        def refuse(expected: str, found: str) -> BadCheckpoint:
-            return BadCheckpoint(where, shown(name), expected=expected, found=found)
+        def refuse(expected: str, actual: str) -> BadCheckpoint:
+            return BadCheckpoint(where, shown(name), expected=expected, found=actual)
 
         size = 1
         for cut in sorted(self.cuts, key=lambda cut: cut.apart):

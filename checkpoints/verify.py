@@ -242,7 +242,7 @@ def read_whole(
     keep, or of a tensor in ``at_once`` all of it. Memory is bounded, but for these and for tensors that lie
     in the file otherwise than row by row. Raises ``BadCheckpoint`` if the file changes meanwhile.
     """
-    regions, digest, held, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
+    regions, digest, region, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
     end, tensors = 0, list[str]()
     with file.opened() as fd:
         size = os.fstat(fd).st_size
@@ -260,11 +260,11 @@ def read_whole(
             if len(tensors) == 1 and tensors[0] not in at_once and _row_major(file, tensors[0]):
                 each(tensors[0], torch.frombuffer(data, dtype=TORCH[file.tensors[tensors[0]].dtype]))
                 continue
-            held += data
+            region += data
             if done == end:
                 for key in tensors:
-                    each(key, _tensor(file, key, held, end - len(held)))
-                held = bytearray()
+                    each(key, _tensor(file, key, region, end - len(region)))
+                region = bytearray()
     if done < size:
         expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
         raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)

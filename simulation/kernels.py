@@ -18,7 +18,7 @@ The choice between the two kernels of attention is that of ``sdp_utils.cpp``, an
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -53,7 +53,7 @@ def gpu_kernels() -> Iterator[None]:
         yield
 
 
-@cache
+@lru_cache(maxsize=8)
 def _choose(key: str) -> None:
     """Let composite operators of a device be replaceable; for good."""
     for name in _FUNCTIONS["gpu"]:

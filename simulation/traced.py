@@ -114,12 +114,12 @@ def trace(
 def _in_backward(
     recorder: Recorder,
     start: int,
-    kept: int,
+    forward_bytes: int,
     parameters: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
     summed: dict[int, int],
 ) -> tuple[int, dict[str, list[int]]]:
-    """Return the bytes of the gradients, and those beside ``kept`` at each instant of a backward that began
+    """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward that began
     after the operator before ``start``.
     """
     made: dict[int, Storage] = {}
@@ -131,7 +131,7 @@ def _in_backward(
     apart = {made[id(weight)] for weight in others if id(weight) in made}
 
     def beside(leaving_out: set[Storage]) -> list[int]:
-        return [after - kept for after in recorder.bytes(start, leaving_out)]
+        return [after - forward_bytes for after in recorder.bytes(start, leaving_out)]
 
     bare = beside(apart | own.keys())
     with_gradient = [*bare]
@@ -144,7 +144,11 @@ def _in_backward(
 
 
 def _first_part(
-    recorder: Recorder, made: list[Tensor], inputs: list[Tensor], weights: Sequence[nn.Parameter], kept: int
+    recorder: Recorder,
+    made: list[Tensor],
+    inputs: list[Tensor],
+    weights: Sequence[nn.Parameter],
+    forward_bytes: int,
 ) -> tuple[list[int], dict[str, int]]:
     """Run the first part of a backward in two; return what it holds at each instant, and what it leaves."""
     start = recorder.at + 1
@@ -157,7 +161,7 @@ def _first_part(
     made.clear()
     for x in reached:
         x.grad = None
-    instants = [after - size - kept for after in recorder.bytes(start)]
-    sizes = {"waiting": recorder.alive_since(start), "between": recorder.now - kept}
+    instants = [after - size - forward_bytes for after in recorder.bytes(start)]
+    sizes = {"waiting": recorder.alive_since(start), "between": recorder.now - forward_bytes}
     del left
     return instants, sizes
