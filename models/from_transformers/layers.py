@@ -94,10 +94,14 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
     elsewhere = [f"{shown.blocks}."]
     for path, module in [*model.named_modules()]:
         here = (stage.last if path in shown.exit else stage.first) or module is but
-        holds = next(module.parameters(recurse=False), None) is not None
-        if path and holds and not here and not path.startswith(tuple(elsewhere)):
-            put(model, path, StandIn(module))
-            elsewhere.append(f"{path}.")
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if not own or not path or here or path.startswith(tuple(elsewhere)):
+            continue
+        if shown.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
+            module._parameters.update(dict.fromkeys(own))
+            continue
+        put(model, path, StandIn(module))
+        elsewhere.append(f"{path}.")
 
 
 class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both have a weight

@@ -87,6 +87,7 @@ class _Calls:
     """Run a forward, and note the order of calls around the blocks."""
 
     def __init__(self, model: Any, blocks: str) -> None:
+        self.blocks = blocks
         self.number_of = {block: number for number, block in enumerate(model.get_submodule(blocks))}
         inner = {module for block in self.number_of for module in block.modules()}
         self.order: list[int] = []
@@ -146,8 +147,9 @@ class _Calls:
             return f"its blocks are given {self.shared} beside hidden states, which alone stages send"
         if both := self.entry & self.exit:
             return f"{min(both)} runs before and after blocks"
+        called = {path for path in self.entry | self.exit if not self.blocks.startswith(f"{path}.")}
         for name in self.bare:
-            if name.rpartition(".")[0] not in self.entry | self.exit and name not in self.idle:
+            if name.rpartition(".")[0] not in called and name not in self.idle:
                 return f"{name} is used outside the blocks, and no module of its own is called"
         return ""
 

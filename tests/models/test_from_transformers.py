@@ -98,6 +98,7 @@ def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
     [
         ("electra", "pipeline"),  # whose embedding is narrower than its blocks
         ("bamba", "pipeline"),  # whose blocks give tuples
+        ("llava_next", "pipeline"),  # with a parameter around its blocks that no text reads
         ("llama4_text", "tensor"),  # whose stacks of experts are transposed
         ("mimo_v2_flash", "tensor"),  # whose attention has a parameter for each head
         ("gpt2", "sequence"),  # which adds positions to embeddings, and views what the last block made
