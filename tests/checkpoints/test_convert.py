@@ -21,7 +21,7 @@ from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of, published_size
-from trilith.parallel_state import BadInput, Box, Layout, ParallelState
+from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.storage.safetensors_header import build_header
 from trilith.storage.strict_json import StoredFile
 
@@ -357,13 +357,6 @@ def test_nan_passes_only_when_asked_C9(tmp_path, hf):
     convert(hf, tmp_path / "out", tensor=2, allow_nonfinite=True)
     convert(tmp_path / "out", tmp_path / "back", allow_nonfinite=True)
     assert bool(weights(tmp_path / "back")[NORM].isnan().all())
-
-
-def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path, hf):
-    convert(hf, tmp_path / "a", tensor=2, pipeline=2)
-    source, whole = read_source(tmp_path / "a"), weights(hf)
-    name, box = "model.layers.2.self_attn.o_proj.weight", Box((5, 3), (29, 20))
-    assert torch.equal(source.hf[name].read(box), whole[name][5:29, 3:20])
 
 
 def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(tmp_path, hf):

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import trilith
 from support.configs import TINIEST_LLAMA
-from support.families import transformers_model
 from support.folders import contents
 from trilith.checkpoints import convert, convert_to_dcp
 from trilith.checkpoints.find import local_folder
@@ -52,14 +51,20 @@ def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_p
         assert local_folder(Path("memory://models/tiny")) == copy
 
 
-def test_a_folder_at_an_address_without_its_whole_index_is_refused_by_its_address(tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("absent", "says"), [(1, "{}: expected the shard that "), (-1, ": expected model.safetensors or ")]
+)
+def test_a_folder_at_an_address_without_its_whole_index_is_refused_by_its_address(
+    tmp_path, capfd, absent, says
+):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA, max_shard_size=20_000)
     put("memory://part/tiny", tmp_path / "hf")
-    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1].name
-    RemoteFolder("memory://part/tiny").remove(shard)
+    name = sorted(path.name for path in (tmp_path / "hf").glob("model*"))[absent]
+    RemoteFolder("memory://part/tiny").remove(name)
     assert run(["convert", "memory://part/tiny", str(tmp_path / "out"), "--tensor", "2"]) == 2
-    assert capfd.readouterr().err.startswith(f"error: memory://part/tiny/{shard}: expected the shard that ")
-    assert not (tmp_path / "out").exists()
+    told = capfd.readouterr().err
+    assert told.startswith("error: memory://part/tiny") and says.format(name) in told
+    assert told.count("\n") == 1 and len(told) < 400 and not (tmp_path / "out").exists()
 
 
 def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path):
@@ -144,21 +149,6 @@ def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(cache,
     monkeypatch.setenv(fetching.CACHE_GB, "0.5e-6")
     with pytest.raises(BadInput, match="expected at most 5e-07 GB, as TRILITH_CACHE_GB says, found 1e-06 GB"):
         fetched("memory://a", everything)
-
-
-SHARDED = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
-
-
-@pytest.mark.parametrize("absent", SHARDED)
-def test_a_folder_at_a_url_without_its_whole_index_is_refused(tmp_path, capsys, absent):
-    transformers_model(TINIEST_LLAMA).save_pretrained(tmp_path / "hf", max_shard_size="4KB")
-    (first, *_, last) = sorted(path.name for path in (tmp_path / "hf").glob("model-*.safetensors"))
-    put("memory://cut", tmp_path / "hf")
-    capsys.readouterr()
-    RemoteFolder("memory://cut").remove(absent if absent in SHARDED[:1] else last)
-    assert run(["convert", "memory://cut", str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and len(told) < 400 and first != last and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded", "dcp"])

@@ -2,7 +2,6 @@
 
 import shutil
 from contextlib import suppress
-from contextvars import copy_context
 from itertools import count
 from unittest import mock
 
@@ -17,7 +16,6 @@ from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.checkpoints import Manifest, Progress, complete_checkpoints, save, verify
-from trilith.checkpoints.find import STRICT
 from trilith.checkpoints.mirror import Mirror
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout
@@ -225,19 +223,6 @@ def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
     missing = f"expected {MANIFEST}, found none: the copy has not ended"
     assert lines == [f"passed over: {place}/step-00000003: {missing}; using step-00000002"]
     assert [*(tmp_path / "new").iterdir()] == [path]
-
-
-def strictly(mirror, root):
-    STRICT.set(True)
-    with pytest.raises(BadCheckpoint, match=r"step-00000003: expected manifest\.json"):
-        mirror.restore(root)
-
-
-def test_strict_restores_no_older_copy(place, tmp_path):
-    mirror = mirrored(place, tmp_path / "run", 1, 2, 3)
-    mirror.folder.remove(f"step-00000003/{MANIFEST}")
-    copy_context().run(strictly, mirror, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_path):

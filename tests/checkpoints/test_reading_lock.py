@@ -191,7 +191,7 @@ def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     assert read_source(out).path.name == "step-00000004"
 
 
-@pytest.mark.parametrize("use", ["load", "init_from", "lora"])
+@pytest.mark.parametrize("use", ["init_from", "lora"])
 def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path, use):
     tokens = write_tokens(tmp_path / "tokens")
     run_recipe(tiny_recipe(tmp_path / "a", tokens, steps=1, model={"config": TINIEST_LLAMA}))
@@ -201,7 +201,7 @@ def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path, use):
     if use == "lora":
         raw["lora"] = {"r": 2, "target_modules": ["q_proj"]}
     with pytest.raises(BadCheckpoint, match="CRC-32"):
-        load(tmp_path / "a") if use == "load" else run_recipe(raw)
+        run_recipe(raw)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path):

@@ -46,27 +46,6 @@ def step(model, optimizer, both):
     optimizer.step()
 
 
-def interrupted(root, layout):
-    """Take two steps without the second layer, then two with it: at once, and from a checkpoint between."""
-    state, model, optimizer = made(layout)
-    for both in (False, False):
-        step(model, optimizer, both)
-    save(root, model, optimizer, step=2, state=state)
-    _, other, theirs = made(layout)
-    load(root, other, theirs, state=state)
-    for each, its in ((model, optimizer), (other, theirs)):
-        for both in (True, True):
-            step(each, its, both)
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return [bool((mine == loaded).all()) for mine, loaded in pairs]
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3)], ids=str)
-def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout, tmp_path):
-    for equal in run_parallel(interrupted, layout.world, str(tmp_path), layout):
-        assert equal == [True] * 4
-
-
 def with_gradients(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -210,13 +189,3 @@ def test_ranks_that_opened_different_checkpoints_are_refused(tmp_path):
     save_weights(str(tmp_path), 1)
     for answer in run_parallel(opened_apart, 2, str(tmp_path)):
         assert "expected the same checkpoint on every rank, found step-00000001 and step-00000002" in answer
-
-
-def test_a_folder_s_newest_checkpoint_is_found_by_one_rank_for_all(tmp_path):
-    model, _ = zoo(Layout())
-    other = nn.Linear(4, 4)
-    save(tmp_path / "zoo", model, step=1)
-    save(tmp_path / "own", other, step=1)
-    with mock.patch("trilith.checkpoints.source.newest_checkpoint", side_effect=AssertionError("each looks")):
-        assert load(tmp_path / "zoo", model).step == 1
-        assert load(tmp_path / "own", other).step == 1

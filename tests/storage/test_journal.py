@@ -28,10 +28,6 @@ def path(tmp_path):
     return tmp_path / "journal"
 
 
-def test_what_was_added_is_read_by_the_next_and_by_a_third(path):
-    assert Journal(path, Mark).records == Journal(path, Mark).records == MARKS
-
-
 def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path):
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
