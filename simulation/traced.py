@@ -119,8 +119,8 @@ def _in_backward(
     others: Sequence[nn.Parameter],
     summed: dict[int, int],
 ) -> tuple[int, dict[str, list[int]]]:
-    """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward that
-    began after the operator before ``start``.
+    """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
+    that began after the operator before ``start``.
     """
     made: dict[int, Storage] = {}
     for weight in (*parameters, *others):
