@@ -131,7 +131,7 @@ def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
         mode, in_two = draw.choice([("none", True), ("none", False), ("selective", False), ("full", False)])
         kind, batch = draw.choice(model.kinds), MicroBatch(2, 64, 2, gpu=True)
         monkeypatch.setattr(pieces, "_FEW_RANKS", 9)
-        block = model._blocks[kind]
+        block = model.blocks[kind]
         whole = ModelPieces(model.pieces.model, model.pieces.state).block(
             block, batch, reached=True, kind=kind
         )
