@@ -44,10 +44,12 @@ def printed(mine):
 def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(cluster, tmp_path):
     """A rank stands still in its seventh step until the script has heard the signal."""
     steps = 40
-    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps)
+    # The other rank waits in its seventh step while this process may still train the whole.
+    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps, timeout=100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", "rank=1;at=step.forward;step=7;act=stop")
         job = cluster.submit(tmp_path / "job.sbatch")
+    whole = mine.uninterrupted()  # a new controller starts its first job after three seconds
     mine.wait_for_steps(6)
     standing = mine.wait_until_it_stands(1)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
@@ -57,7 +59,6 @@ def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwi
     cluster.start_soon(job)
     first = len(losses(mine.out))
     assert 6 <= first < steps
-    whole = mine.uninterrupted()
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
     assert f"stopped and saved after step {first}" in printed(mine)
     assert losses(mine.out) == whole

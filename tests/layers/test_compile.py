@@ -36,18 +36,20 @@ def eager_and_compiled(sequence, packed, backend):
     return max(float((a - b).detach().abs().max()) for a, b in zip(eager, compiled, strict=True))
 
 
-PACKED = [(1, False, True), (2, True, True)]
-WHOLE = [(1, False, False), (2, False, False)]
+EVERY = [(1, False, True), (2, True, True), (1, False, False), (2, False, False)]
 NAMES = ("size", "sequence", "packed")
 
 
-@pytest.mark.parametrize(NAMES, [*PACKED, WHOLE[1], pytest.param(*WHOLE[0], marks=pytest.mark.slow)])
+#: Compiled runs on whole rows are compared in ``tests/layouts/test_compiled.py``.
+@pytest.mark.parametrize(
+    NAMES, [pytest.param(*one, marks=[] if one == EVERY[1] else pytest.mark.slow) for one in EVERY]
+)
 def test_a_block_is_one_graph_and_the_same_numbers(size, sequence, packed):
     assert max(run_parallel(eager_and_compiled, size, sequence, packed, "aot_eager")) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(NAMES, [*PACKED, *WHOLE])
+@pytest.mark.parametrize(NAMES, EVERY)
 def test_made_into_a_kernel_it_is_too(size, sequence, packed):
     assert max(run_parallel(eager_and_compiled, size, sequence, packed, "inductor", timeout=1000)) < 1e-5

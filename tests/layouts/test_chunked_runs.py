@@ -68,7 +68,9 @@ def evaluated(raw):
 
 @pytest.mark.parametrize("layout", [ONE, ZERO], ids=str)
 def test_evaluation_makes_a_chunk_of_logits_at_a_time(place, layout):
-    raw = tiny_recipe(place / "none", place / "tokens", data={"sequence_length": 64, "micro_batch": 4})
+    raw = tiny_recipe(
+        place / "none", place / "tokens", data={"sequence_length": 64, "global_batch": 8, "micro_batch": 4}
+    )
     raw |= {"layout": layout, "model": {"config": WIDE}}
     raw["evaluation"] = {"tokens": str(place / "tokens"), "samples": 7}
     world = 2 if layout else 1

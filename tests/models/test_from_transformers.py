@@ -454,7 +454,8 @@ def test_a_recipe_is_planned_as_it_sets_the_model_up():
     def planned(rank=0, **changes):
         model = {"config": tiny("arcee", vocab_size=512)}
         more = {"model": model, "layout": {"pipeline": 2}, "dtype": "float32"} | changes
-        return dry_run(parse_recipe(tiny_recipe("run", "tokens", **more)), rank=rank).rank
+        raw = tiny_recipe("run", "tokens", data={"global_batch": 8}, **more)
+        return dry_run(parse_recipe(raw), rank=rank).rank
 
     made = family("arcee")
     model = made.on_meta(made.from_hf(tiny("arcee", vocab_size=512)))

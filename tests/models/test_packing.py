@@ -194,21 +194,22 @@ IN_PIECES = {
 
 @torch.no_grad()
 def whole_and_in_pieces(model, layout, rows):
-    """Return the last logits of each piece, and the shapes and addresses of the cache after it."""
+    """Return the logits of the last token of each piece, among all tokens at once and after the cache's."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     made, positions = built(model, state).eval(), IN_PIECES[rows]
     tokens = torch.randint(VOCAB, (2, 14), generator=torch.Generator().manual_seed(1))
 
-    def logits(y):
-        return gather_logits(y[:, -1], VOCAB, state=state)
+    def logits(y, place):
+        return gather_logits(y[:, place], VOCAB, state=state)
 
     cache, stop, whole, in_pieces = KeyValueCache(2, 20), 0, [], []
+    at_once = made(tokens, positions=positions)
     for length in PIECES:
         start, stop = stop, stop + length
-        whole.append(logits(made(tokens[:, :stop], positions=positions[:, :stop])))
+        whole.append(logits(at_once, stop - 1))
         y = made(tokens[:, start:stop], positions=positions[:, start:stop], cache=cache)
         assert y.shape[1] == 1, "logits of more than the last token"
-        in_pieces.append(logits(y))
+        in_pieces.append(logits(y, 0))
     return whole, in_pieces
 
 

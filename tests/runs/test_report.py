@@ -123,7 +123,7 @@ def test_the_report_of_a_resumed_run_has_every_number(resumed):
     assert page.row("state") == ["finished all 6 steps"]
     assert page.row("layout") == ["tensor 2; then one rank"]
     assert page.row("resumed") == ["once"]
-    assert page.row("tokens") == [f"{6 * 8 * 16:,}"]
+    assert page.row("tokens") == [f"{6 * 4 * 16:,}"]
     assert page.row("last complete checkpoint") == [str(resumed / "checkpoints" / "step-00000006")]
     what = [row[1:] for row in page.rows if row and re.match(r"\d{4}-", row[0])]
     assert [row[:2] for row in what] == [

@@ -42,7 +42,14 @@ def worker():
 
 
 def recipe(folder, **more):
-    raw = tiny_recipe(folder / "run", folder / "tokens", steps=1, dtype="float32", compute="bfloat16")
+    raw = tiny_recipe(
+        folder / "run",
+        folder / "tokens",
+        steps=1,
+        dtype="float32",
+        compute="bfloat16",
+        data={"global_batch": 8},
+    )
     raw["model"] = {"config": TINIEST_LLAMA}
     return parse_recipe(raw | more)
 

@@ -33,7 +33,7 @@ def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
         "dtype": "float64",
         "model": {"config": TINY_LLAMA},
         "layout": {},
-        "data": {"tokens": str(tokens), "sequence_length": 16, "global_batch": 8, "micro_batch": 2},
+        "data": {"tokens": str(tokens), "sequence_length": 16, "global_batch": 4, "micro_batch": 2},
         "optimizer": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
         "checkpoint": {"keep": 10},
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 from trilith.system.process_info import started_with
 
 PACKAGES = (*("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"), *("libhwloc15", "libnuma1"))
+#: ProctrackType: pgid, which counts the dead too, waits for seconds where process 1 is slow to reap orphans.
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -31,7 +32,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/controller.pid
 SlurmdPidFile={folder}/node-%n.pid
-ProctrackType=proctrack/pgid
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core

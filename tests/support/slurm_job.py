@@ -37,9 +37,8 @@ class Submitted:
         ``command`` is ``trilith.cli.app.run``.
         """
         tokens = write_tokens(folder / "tokens", count=40_000)
-        raw = tiny_recipe(
-            folder / "run", tokens, steps=steps, layout={"data": ranks}, log_every=1, timeout=20, **changes
-        )
+        changes = {"layout": {"data": ranks}, "log_every": 1, "timeout": 20} | changes
+        raw = tiny_recipe(folder / "run", tokens, steps=steps, **changes)
         write_recipe(folder / "recipe.toml", raw)
         words = ["--minutes", "10", "--warning", "2", "--out", str(folder / "job.sbatch"), *options]
         assert command(["launch", "slurm", str(folder / "recipe.toml"), *words]) == 0

@@ -195,7 +195,7 @@ def _train(kind: str, folder: Path, place: Path) -> None:
 
     model = {"init_from": str(base)} if "lora" in written.recipe else {"config": CONFIG}
     raw = tiny_recipe(
-        place / "run", place / "tokens", steps=STEPS, dtype="float32",
+        place / "run", place / "tokens", steps=STEPS, dtype="float32", data={"global_batch": 8},
         layout={"tensor": state.tensor.size, "pipeline": state.layout.pipeline}, **written.recipe,
     ) | {"model": model}  # fmt: skip
     with mock.patch(f"{Trainer.__module__}.Saver", Filling):

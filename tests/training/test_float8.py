@@ -54,9 +54,9 @@ def test_a_dry_run_counts_what_the_ranks_agree_on(tmp_path):
     traffic = dry_run(parse_recipe(recipe(tmp_path, layout=layout, model=model))).rank.traffic
     # Under sequence parallelism blocks have no other all-reduces.
     sent = [each for each in traffic if each.kind == "all_reduce" and each.what in ("forward", "backward")]
-    # Per block and micro-batch (4 in a step): four linears forward, two backward; a number for each tensor.
+    # Per block and micro-batch (2 in a step): four linears forward, two backward; a number for each tensor.
     counted = sum(each.count for each in sent), sum(each.bytes for each in sent)
-    assert counted == (4 * 6, 4 * 4 * (4 + 2 + 3 + 2 + 3 + 2))
+    assert counted == (2 * 6, 2 * 4 * (4 + 2 + 3 + 2 + 3 + 2))
 
 
 ROOT = Path(__file__).parents[2]

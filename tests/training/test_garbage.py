@@ -82,7 +82,7 @@ SPARING = {"checkpointing": "full", "loss_chunk": 8, "offload": True}
 )
 def test_no_tensor_of_a_step_waits_for_the_search(tmp_path, tokens, changes):
     """Or its memory would be there until then, beside that of the next step."""
-    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, **changes)
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=3, data={"global_batch": 4}, **changes)
     world = parse_recipe(raw).layout.world
     assert run_parallel(left, world, raw) == [[]] * world
 

@@ -100,10 +100,10 @@ def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so():
 @pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=["one-process", "dp2"])
 def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(tmp_path, tokens, layout):
     wanted = {"schedule": "wsd", "decay": 2, "decay_shape": "linear", "minimum_ratio": 0.0, "warmup": 2}
-    scaled = {"lr": 1e-3, "scale_lr": "sqrt", "reference_batch": 2}
+    scaled = {"lr": 1e-3, "scale_lr": "sqrt", "reference_batch": 1}
     raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, optimizer=wanted | scaled)
     ran = run_parallel(run_and_listen, len(layout) + 1, raw)
     (rates, said), *others = (([step.lr for step in steps], lines) for steps, lines in ran)
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3, 1e-3])
-    assert "learning rate 0.002 = 0.001 x sqrt(8 / 2), for a batch of 8 samples" in said
+    assert "learning rate 0.002 = 0.001 x sqrt(4 / 1), for a batch of 4 samples" in said
     assert all(other == rates and "learning rate" not in quiet for other, quiet in others)

@@ -47,13 +47,13 @@ MODELS = {
 def recipe(name, folder, out="run", **changes):
     model, loss, items = MODELS[name]
     file = EXAMPLES / f"{name}_parallel.py"
-    data = {"global_batch": 8, "micro_batch": 1}
+    data = {"global_batch": 4, "micro_batch": 1}
     if items is None:
         data |= {"tokens": str(folder / "tokens"), "sequence_length": 16}
     else:
         data |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
     raw = {
-        "out": str(folder / out), "steps": 4, "seed": 3, "device": "cpu", "dtype": "float64",
+        "out": str(folder / out), "steps": 3, "seed": 3, "device": "cpu", "dtype": "float64",
         "model": {"module": f"{file}:{model}"}, "loss": {"module": f"{file}:{loss}"}, "data": data,
         "layout": {}, "optimizer": {"lr": 1e-2, "clip": 0.5}, "checkpoint": {"keep": 10},
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_la
     name, pairs, tokens, tmp_path
 ):
     folder = tokens if name == "latent" else tmp_path
-    held_out = {"evaluation": {"every": 2, "samples": 16}}
+    held_out = {"evaluation": {"every": 3, "samples": 8}}
     _, _, items = MODELS[name]
     if items is None:
         held_out["evaluation"]["tokens"] = str(folder / "tokens")
@@ -97,10 +97,10 @@ def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_la
         held_out["evaluation"] |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}", "arguments": {"seed": 1}}
     whole = train(recipe(name, folder, f"{name}-whole", **held_out))
     expected, weights = losses(folder / f"{name}-whole"), whole_tensors(folder / f"{name}-whole")
-    assert expected[-1] != expected[0] and len(expected) == 4
+    assert expected[-1] != expected[0] and len(expected) == 3
     for number, (first, second) in enumerate(drawn(name)[:pairs]):
         out = f"{name}-{number}"
-        train(recipe(name, folder, out, layout=first, stop_after=2))
+        train(recipe(name, folder, out, layout=first, stop_after=1))
         then = train(recipe(name, folder, out, layout=second, **held_out))
         found = losses(folder / out)
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-10), (
@@ -266,9 +266,9 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
     planned = dry_run(checked)
     assert planned.parameters == 15912 and planned.rank.memory.total > 12 * planned.rank.stored
     sent = {traffic.axis: traffic for traffic in planned.rank.traffic}
-    if "pipeline" in layout:  # both sides of a border, of 8 micro-batches: 6 words twice, and the biases
+    if "pipeline" in layout:  # both sides of a border, of 4 micro-batches: 6 words twice, and the biases
         borders = 1 if "schedule" not in layout else 2
-        assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
+        assert sent["pipeline"].bytes == 4 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
 
 
 WIDENING = """
@@ -429,7 +429,8 @@ def test_a_loss_that_counts_labels_is_evaluated(name, tokens, tmp_path):
 
 def test_data_sets_are_mixed_each_with_its_arguments(tmp_path):
     names = [f"{EXAMPLES / 'own_data.py'}:Stripes"] * 2
-    data = {"module": names, "weights": [3.0, 1.0], "arguments": [{"items": 16}, {"items": 5, "seed": 1}]}
+    data = {"module": names, "weights": [3.0, 1.0], "global_batch": 8}
+    data["arguments"] = [{"items": 16}, {"items": 5, "seed": 1}]
     planned = plan(parse_recipe(recipe("vit", tmp_path, data=data)))
     assert planned.own.items.samples == 21
     sources, _ = planned.own.items.sample_ids(0)

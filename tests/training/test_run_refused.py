@@ -220,7 +220,7 @@ FROZEN = {"optimizer": {"groups": [{"match": r"layers\.0\.|embed", "freeze": Tru
 ANOTHER = of(config("tiny_llama", intermediate_size=64))
 test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
     resumed("another-seed", ORDER, seed=4),
-    resumed("another-batch", ORDER, data={"global_batch": 4}),
+    resumed("another-batch", ORDER, data={"global_batch": 8}),
     resumed("another-length", ORDER, data={"sequence_length": 8}),
     resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
     resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),

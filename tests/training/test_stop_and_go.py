@@ -12,19 +12,23 @@ from trilith.checkpoints import convert
 from trilith.machine.random_files import write_tokens
 
 GPT2 = {"model": {"config": TINY_GPT2}}
-FOUR_GPT2 = {"model": {"config": config("tiny_gpt2", layers=4)}, "data": {"micro_batch": 1}}
-MIXTRAL = {"model": {"config": TINY_MIXTRAL}, "data": {"micro_batch": 1}, "steps": 2}
+#: Few micro-batches, of a row each: two on each of two data ranks.
+FEW = {"global_batch": 4, "micro_batch": 1}
+FOUR_GPT2 = {"model": {"config": config("tiny_gpt2", layers=4)}}
+MIXTRAL = {"model": {"config": TINY_MIXTRAL}, "data": FEW, "steps": 2}
 #: Rates and decays of their own, and parameters that are frozen: those of the first block but for one matrix.
 GROUPS = {
+    "data": {"global_batch": 4},
     "optimizer": {
         "groups": [
             {"match": r"layers\.0\.mlp\.down_proj", "lr_scale": 0.1, "weight_decay": 0.5},
             {"match": r"layers\.0\.|embed", "freeze": True},
             {"match": "norm", "weight_decay": 0.2},
         ]
-    }
+    },
 }
 ONLY_LAST = {
+    "data": {"global_batch": 4},
     "optimizer": {"groups": [{"match": r"layers\.2\.", "lr_scale": 1.0}, {"match": ".", "freeze": True}]},
     "model": {"config": config("tiny_llama", tie_word_embeddings=False)},
 }
@@ -33,11 +37,11 @@ ZERO1, PP3 = {"data": 2, "zero": 1}, {"pipeline": 3, "split": [1, 1, 1]}
 
 
 def same(why, layout, *, slow=False, **recipe):
-    return StopAndGo(why, [{}, {}], {"layout": layout, "steps": 3, **recipe}, slow=slow)
+    return StopAndGo(why, [{}, {}], {"layout": layout, "data": FEW, "steps": 3, **recipe}, slow=slow)
 
 
 def other(why, *layouts, slow=False):
-    recipe = {"steps": 4, "data": {"micro_batch": 1}}
+    recipe = {"steps": 4, "data": FEW}
     return StopAndGo(why, [{"layout": layout} for layout in layouts], recipe, slow=slow)
 
 
@@ -74,7 +78,7 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
     StopAndGo(
         "D2-saving-in-the-background-changes-no-bit",
         [{"checkpoint": {"background": True, "every": 1}}] * 2,
-        {"layout": ZERO1, "steps": 3},
+        {"layout": ZERO1, "data": FEW, "steps": 3},
         whole={},
     ),
     StopAndGo(
@@ -84,13 +88,13 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
             {"layout": {"pipeline": 2, "schedule": "interleaved"}},
             {"layout": {"pipeline": 2, "schedule": "1f1b"}},
         ],
-        {"model": {"config": config("tiny_llama", layers=4)}, "data": {"micro_batch": 1}, "steps": 3},
+        {"model": {"config": config("tiny_llama", layers=4)}, "data": FEW, "steps": 3},
         given=evaluated,
     ),
     StopAndGo(
         "context-ranks-and-a-plain-one-with-documents-apart-and-evaluation",
         [{"layout": {"context": 2, "ring": True}, "memory": {"checkpointing": "selective"}}, {}],
-        {"data": {"documents": "separate"}, "steps": 4},
+        {"data": {"documents": "separate", "global_batch": 4}, "steps": 4},
         given=evaluated,
     ),
     StopAndGo("experts-over-data-ranks", [{}, {}], {**MIXTRAL, "layout": {"data": 2, "expert": 2}}),

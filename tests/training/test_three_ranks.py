@@ -76,7 +76,8 @@ def test_a_run_written_before_goes_on_on_three_ranks(tmp_path):
     smaller = {"vocab_size": 13, "intermediate_size": 12, "max_position_embeddings": 16}
     model = config("tiny_llama_of_12_heads", layers=1, **smaller)
     for out, layout in ((one, {}), (three, {"tensor": 3})):
-        raw = tiny_recipe(out, tokens, steps=4, dtype="float32", layout=layout, data={"sequence_length": 8})
+        data = {"sequence_length": 8, "global_batch": 8}
+        raw = tiny_recipe(out, tokens, steps=4, dtype="float32", layout=layout, data=data)
         train(raw | {"model": {"config": model}})
     for a, b in zip(losses(one), losses(three), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
