@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
 from ..storage.disk import Hold, hold, nobody_reads
-from ..storage.file_names import DAMAGED, set_aside_name
+from ..storage.file_names import set_aside_name
 from ..storage.leftovers import remove_checkpoint
 from .find import complete_checkpoints, good_manifests, step_directory, step_of
 from .manifest import Manifest
@@ -127,7 +127,7 @@ def set_aside(target: Path) -> None:
     try:
         Manifest.load(target)
     except BadCheckpoint:
-        target.rename(set_aside_name(target, DAMAGED))
+        target.rename(set_aside_name(target))
 
 
 def delete_old(root: Path, keep: int, step: int) -> list[Path]:

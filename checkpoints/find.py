@@ -19,15 +19,7 @@ from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold
 from ..storage.fetched import fetched
-from ..storage.file_names import (
-    CHECKPOINTS,
-    DAMAGED,
-    MANIFEST,
-    STEP_NAME,
-    finished_name,
-    holds_steps,
-    set_aside_name,
-)
+from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name, holds_steps, set_aside_name
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.folder import FILES, from_hub
@@ -126,14 +118,15 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     if not root.is_dir():
         actual = "a file" if root.exists() else "no such directory"
         raise BadCheckpoint(root, expected="a directory of checkpoints", found=actual)
-    for _ in range(_TRIES):
-        seen = sorted(path.name for path in root.iterdir())
+    tries = _TRIES
+    while True:
+        seen = {path.name for path in root.iterdir()}
         try:
             return _newest(root, whole)
         except BadCheckpoint:
-            if seen == sorted(path.name for path in root.iterdir()):
+            tries -= 1
+            if not tries or seen == {path.name for path in root.iterdir()}:
                 raise
-    return _newest(root, whole)
 
 
 def folder_of_steps(folder: Path) -> Path:
@@ -283,7 +276,7 @@ def damaged(where: object, key: object = None, *, expected: object, found: objec
     if STEP_NAME.fullmatch(checkpoint.name):
         steps = (path for path, _ in good_manifests(checkpoint.parent) if step_of(path) < step_of(checkpoint))
         if (older := next(steps, None)) is not None:
-            move = shlex.join(["mv", "--", str(checkpoint), str(set_aside_name(checkpoint, DAMAGED))])
+            move = shlex.join(["mv", "--", str(checkpoint), str(set_aside_name(checkpoint))])
             complete = f"The newest complete checkpoint before it is {older}"
             todo = f"{todo}. {complete}: after `{move}` the same command goes on from it".lstrip(". ")
     return Damaged(where, key, expected=expected, found=found, todo=todo)

@@ -217,8 +217,7 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
         raise BadInput("load", "model", expected="the one whose parameters the optimizer has", found="none")
     manifest = source.manifest
     if manifest is None or manifest.kind != "training":
-        actual = "weights alone" if manifest is not None else source.form
-        expected = "a checkpoint of a training run"
+        expected, actual = "a checkpoint of a training run", "weights alone" if manifest else source.form
         todo = "Start from it with model.init_from, or in a loop of your own without the optimizer"
         raise BadCheckpoint(source.path, expected=expected, found=actual, todo=todo)
     if isinstance(getattr(model, "family", None), AdaptedFamily) and source.adapter is None:
@@ -231,13 +230,9 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
             ", ".join(sorted(f"{dtype}".removeprefix("torch.") for dtype in dtypes))
             for dtypes in (stored, here)
         )
-        raise BadInput(
-            source.path,
-            "dtype",
-            expected=f"{expected}, as the run's weights and moments are",
-            found=actual,
-            todo="Resume with that dtype, or start a new run from these weights",
-        )
+        expected = f"{expected}, as the run's weights and moments are"
+        todo = "Resume with that dtype, or start a new run from these weights"
+        raise BadInput(source.path, "dtype", expected=expected, found=actual, todo=todo)
 
 
 def _progress_of(source: Source) -> Progress:
@@ -268,13 +263,9 @@ def _restore_optimizer(
     restore_state(model, optimizer, manifest.optimizer or adamw(memory))
     for moment in manifest.moments:
         for name, tensor, box in stored_parts(places(model, state), moment_of(optimizer, moment)):
+            key = moment_name(moment, name)
             if name in manifest.frozen:
-                raise BadCheckpoint(
-                    source.path,
-                    moment_name(moment, name),
-                    expected="the moment of a parameter that is trained",
-                    found="none: it was frozen",
-                    todo="Freeze the parameters that the run began with frozen, or start a new run "
-                    "from these weights",
-                )
-            fill(tensor, source.ours[moment_name(moment, name)].read(box))
+                expected, actual = "the moment of a parameter that is trained", "none: it was frozen"
+                todo = "Freeze what the run began with frozen, or start a new run from these weights"
+                raise BadCheckpoint(source.path, key, expected=expected, found=actual, todo=todo)
+            fill(tensor, source.ours[key].read(box))

@@ -113,18 +113,6 @@ class Place:
     box: Box
     padded: bool
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return the local part of the parameter, or of one of its moments. It shares the tensor's memory.
-
-        Rows of padding are set to zero and left out.
-        """
-        local_part = local_data(tensor)
-        if self.padded:
-            rows = self.box.shape[0]
-            local_part[rows:].zero_()
-            local_part = local_part[:rows]
-        return local_part
-
 
 def places(model: nn.Module, state: ParallelState) -> list[Place]:
     """List every parameter of the model; the box is empty if this rank stores only padding of it."""
@@ -147,10 +135,15 @@ def stored_parts(
     """
     for place in rank_places:
         chosen = place.parameter if choose is None else choose(place.parameter)
-        if chosen is not None:
-            part = place.part(chosen)
-            if place.box.size:
-                yield place.name, part, place.box
+        if chosen is None:
+            continue
+        part = local_data(chosen)
+        if place.padded:  # its rows of padding become zero, also if it has no others
+            rows = place.box.shape[0]
+            part[rows:].zero_()
+            part = part[:rows]
+        if place.box.size:
+            yield place.name, part, place.box
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def beside(output: Path, suffix: str) -> Path:
     return output.parent / (os.fsencode(output.name)[:_ROOM].decode(errors="ignore") + suffix)
 
 
-def set_aside_name(path: Path, suffix: str) -> Path:
+def set_aside_name(path: Path, suffix: str = DAMAGED) -> Path:
     """Return a name for what makes way for a new ``path``: its own and ``suffix``; if that exists, the first
     free one that ends in ``-2``, ``-3`` and so on.
     """

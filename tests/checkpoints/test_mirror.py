@@ -176,6 +176,12 @@ def another_model(folder):
     written(folder / "run", 1, width=3)
 
 
+def another_model_before(folder):
+    """Leave a copy of another model below one of this model, as somebody who copies by hand may."""
+    another_model(folder)
+    Mirror(RemoteFolder(str(folder / "mirror")), keep=9).copy(written(folder / "run", 6, width=3))
+
+
 def with_tokens(folder):
     write_tokens(folder / "tokens")
 
@@ -197,6 +203,8 @@ test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals
     Refused("around", begin("run", "run/steps"), "outside the run's folder, found one around it"),
     Refused("another run", begin("mirror"), "no checkpoints, found step-00000005", given=another_run),
     Refused("another model", begin("mirror", width=8), "same model", given=another_model),
+    Refused("an older copy of another model", begin("mirror"), "mirror/step-00000005: .* same model",
+            given=another_model_before),
     Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch", given=with_tokens),
     Refused("no mirror to restore from", restore_recipe, r"checkpoint\.restore: expected checkpoint\.mirror"),
 )  # fmt: skip

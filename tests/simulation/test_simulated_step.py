@@ -3,6 +3,8 @@
 That the peak is the measured one to 0.1% is tested with the layouts themselves, in ``tests/layouts``.
 """
 
+import io
+import json
 import os
 import re
 import signal
@@ -21,7 +23,7 @@ from trilith.cli.app import run
 from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
 from trilith.planner.dry_run import dry_run
-from trilith.planner.search.simulation_worker import Worker
+from trilith.planner.search.simulation_worker import Worker, answer_all
 from trilith.recipes.recipe import parse_recipe
 from trilith.simulation import StepRecord, forms
 
@@ -52,6 +54,19 @@ def recipe(folder, **more):
     )
     raw["model"] = {"config": TINIEST_LLAMA}
     return parse_recipe(raw | more)
+
+
+def test_an_answer_has_left_the_pipe_s_buffer_before_the_next_question_is_taken(monkeypatch):
+    """Who asked waits for the line before it asks again: a line that stays in the buffer stops both."""
+    monkeypatch.setattr("trilith.simulation.backend.register", lambda: None)
+    answers = io.TextIOWrapper(io.BytesIO())
+
+    def questions():
+        for number in (1, 2):
+            yield json.dumps({"recipe": {}, "rank": 0, "kernels": None})
+            assert answers.buffer.getvalue().count(b'{"refused": ') == number
+
+    answer_all(questions(), answers)
 
 
 def test_a_worker_answers_for_each_rank_of_a_recipe(worker, tmp_path):
