@@ -95,6 +95,13 @@ def save_family(folder):
     save(folder / "run", zoo(Layout())[0], step=3, keep=1)
 
 
+def below_our_own(folder):
+    """Leave an older checkpoint of another module below one of this one, as somebody who copies may."""
+    saving(1, model=nn.Linear(4, 4))(folder)
+    saving(3, where="other")(folder)
+    (folder / "other" / "step-00000003").rename(folder / "run" / "step-00000003")
+
+
 def link_to_nowhere(folder):
     (folder / "link").symlink_to(folder / "nowhere")
 
@@ -111,6 +118,8 @@ REFUSED = [
       for step in (-1, 1.5, True, "3", None)),
     # Another model's checkpoints, which would be deleted as this one's.
     Refused("checkpoints of another module", saving(3, keep=1), ANOTHER, given=LINEAR),
+    Refused("an older checkpoint of another module", saving(4), "step-00000001: .* same model",
+            given=below_our_own),
     Refused("checkpoints of no family", save_family, "Choose another folder", given=LINEAR),
     *(Refused(f"a file: {where}", saving(1, where=where), "file: expected a directory, found a file",
               given=lambda folder: (folder / "file").write_text("mine")) for where in ("file", "file/in it")),
