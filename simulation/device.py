@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, accelerator
+from ..parallel_state.engine import UncompiledMode, accelerator, tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
-from .tensors import DEVICE, device_of, tensors_in
+from .operators import facts_of
+from .tensors import DEVICE, device_of
 from .waits import Kind, Locals, Wait, Waits, waiting_place
 
 
@@ -126,7 +127,7 @@ class _Call:
     """Hold an operator's call: its tensors, those on the device and on the host, the device it asks for."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs, self.name = func, args, kwargs, func.name().split(".")[0]
+        self.args, self.kwargs, self.name = args, kwargs, facts_of(func).name
         self.given = list(tensors_in((args, kwargs)))
         places = [(x, device_of(x).type) for x in self.given]
         self.here, self.host = ([x for x, place in places if place == kind] for kind in (NAME, "cpu"))

@@ -1,14 +1,14 @@
 """Call operators without numbers, and remember the forms of what they give."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..parallel_state import engine
-from .tensors import device_of, tensors_in
+from .operators import facts_of
+from .tensors import device_of
 
 #: The forms of what an operator gives, by the operator and the forms of its arguments: of torch's tensors on
 #: the "meta" device, and of its fake ones.
@@ -32,10 +32,12 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     nothing is remembered where another mode is to see the operator, such as a second recorder.
     """
     mode: Any = fakes or engine.fake_mode()
-    kind = _kind(func)
+    kind = facts_of(func).gives
     if kind is None or (kind == "view" if mode is None else engine.other_modes()):
         return _call(func, args, kwargs, fakes)
-    if mode is not None and not all(_is_own(tensor, mode) for tensor in tensors_in((args, kwargs))):
+    if mode is not None and not all(
+        _is_own(tensor, mode) for tensor in engine.tensors_in((*args, *kwargs.values()))
+    ):
         return _call(func, args, kwargs, fakes)
     if kind == "view":
         from ..parallel_state.engine.fake_tensors import view_of_fake
@@ -82,7 +84,7 @@ def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Se
     if kind == "changes":
         return (None, ()) if _is_own(args[0], mode) else None
     several = type(out) if isinstance(out, tuple | list) else None
-    known = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+    known = {tensor.untyped_storage()._cdata for tensor in engine.tensors_in(args)}
     parts = list[_Form | float | None]()
     for x in out if several else (out,):
         if x is None or isinstance(x, int | float):
@@ -113,20 +115,3 @@ def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Form(value.shape, value.stride(), value.dtype, device_of(value))
     return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
-
-
-@lru_cache(maxsize=4096)
-def _kind(func: Any) -> str | None:
-    """Return ``changes`` for an operator that writes over its first argument, number by number, and gives it
-    back; ``new`` for one that changes none of its arguments, and gives no view of one; ``view`` for one that
-    only gives views.
-    """
-    schema = func._schema
-    if torch.Tag.pointwise in func.tags and schema.name.endswith("_"):
-        return "changes"
-    if func.is_view or schema.name == "aten::_unsafe_view":
-        return "view"
-    new = not schema.is_mutable and all(
-        result.alias_info is None and "[]" not in str(result.type) for result in schema.returns
-    )
-    return "new" if new else None

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward
+from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward, tensors_in
 from .collectives import collective_of
-from .live_bytes import LiveBytes, Storage, stored
+from .live_bytes import Call, LiveBytes, Storage, stored
 from .operators import facts_of
 from .record import Collective, Holder, OperatorSums
-from .tensors import device_of, tensors_in
+from .tensors import device_of
 
 #: What runs: a module's forward, the same again in a backward, a backward, and what follows all of them.
 PHASES = ("forward", "recomputation", "backward", "update")
@@ -85,29 +85,21 @@ class Ledger(LiveBytes):
     def _counted(self, value: object) -> list[Tensor]:
         return [stored(tensor) for tensor in tensors_in(value) if device_of(tensor).type in self.devices]
 
-    def _note(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        read: list[Tensor],
-        made: list[Tensor],
-        new: list[Storage],
-    ) -> None:
+    def _note(self, call: Call) -> None:
+        func, args = call.func, call.args
         facts, (phase, module) = facts_of(func), self.place()
-        for storage in new:
+        for storage in call.new:
             storage.kind, storage.operator = self._kind(phase, module), facts.name
             storage.phase, storage.module = phase, module
         if facts.sends is not None:
             size = sum(tensor.nbytes for tensor in tensors_in(args[collective_of(func)[2]]))
-            group = group_of_call((*args, *kwargs.values())).group_name
+            group = group_of_call((*args, *call.kwargs.values())).group_name
             self.collectives.append(Collective(group, facts.sends, size, phase, module))
         if "c10d" in func.namespace and facts.name.endswith(("::send", "::recv_")):
             self.mark("messages between stages", args[0])
-        if not func.is_view and (read or made):
+        if not func.is_view and (call.read or call.made):
             sums = self.operators.setdefault((facts.name, phase), OperatorSums(facts.name, phase))
-            sums.add(facts.flops(args, kwargs, out), facts.moved(read, made))
+            sums.add(facts.flops(args, call.kwargs, call.out), facts.moved(call.read, call.made))
             self.bytes_after.append(self.now)
             self.phases.append(PHASES.index(phase))
 

@@ -8,14 +8,15 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, is_dtensor, local_data
-from .tensors import DEVICE, device_of, tensors_in
+from ..parallel_state.engine import UncompiledMode, is_dtensor, local_data, tensors_in
+from .tensors import DEVICE, device_of
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +32,34 @@ class Storage:
     module: str = ""
     phase: str = ""
     operator: str = ""
+
+
+class Part(NamedTuple):
+    """Hold where a tensor lies: its bytes in memory, its place in a storage, and what is known of this."""
+
+    size: int
+    place: int
+    untyped: torch.UntypedStorage
+    storage: Storage | None
+
+    @property
+    def key(self) -> object:
+        """Return what tells the storage from others, also if it is not counted."""
+        return self.storage or self.untyped
+
+
+class Call(NamedTuple):
+    """Hold an operator's call: where lies what it ``read`` and ``made``, of tensors that count, and the
+    storages that are ``new``.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    read: list[Part]
+    made: list[Part]
+    new: list[Storage]
 
 
 class LiveBytes(UncompiledMode):
@@ -78,19 +107,20 @@ class LiveBytes(UncompiledMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        read = self._counted((args, kwargs))
+        read = [*map(self._part, self._counted((*args, *kwargs.values())))]
         out = self._call(func, args, kwargs)
         self.at += 1
-        made, new = self._counted(out), list[Storage]()
-        known = {id(untyped): untyped for untyped in [tensor.untyped_storage() for tensor in read]}
-        for untyped in [tensor.untyped_storage() for tensor in made]:
+        made, new, known = list[Part](), list[Storage](), {id(part.untyped) for part in read}
+        for tensor in self._counted(out):
+            untyped = tensor.untyped_storage()
             # A view of what is not counted is not counted either.
             if id(untyped) not in known and id(untyped) not in self._alive:
                 new.append(self._follow(untyped))
-        for key, untyped in known.items():
-            if (entry := self._alive.get(key)) is not None and entry[1].size != (size := untyped.nbytes()):
-                self._change(entry[1], size)
-        self._note(func, args, kwargs, out, read, made, new)
+            made.append(self._part(tensor))
+        for part in read:
+            if part.storage is not None and part.storage.size != (size := part.untyped.nbytes()):
+                self._change(part.storage, size)
+        self._note(Call(func, args, kwargs, out, read, made, new))
         return out
 
     def storage(self, tensor: Tensor) -> Storage | None:
@@ -105,17 +135,16 @@ class LiveBytes(UncompiledMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    def _note(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        read: list[Tensor],
-        made: list[Tensor],
-        new: list[Storage],
-    ) -> None:
-        """Note an operator that has been called: the tensors that count, and the new storages."""
+    def _note(self, call: Call) -> None:
+        """Note an operator that has been called."""
+
+    def _part(self, tensor: Tensor) -> Part:
+        untyped, strides, size = tensor.untyped_storage(), tensor.stride(), tensor.nbytes
+        if 0 in strides:  # an expanded dim lies there once
+            sizes = zip(tensor.shape, strides, strict=True)
+            size = tensor.itemsize * prod(length for length, stride in sizes if stride)
+        known = self._alive.get(id(untyped))
+        return Part(size, int(tensor.storage_offset()), untyped, None if known is None else known[1])
 
     def _follow(self, untyped: torch.UntypedStorage) -> Storage:
         key, storage = id(untyped), Storage(self.at)

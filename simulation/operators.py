@@ -6,12 +6,13 @@ FLOPs are counted by torch's formulas, and some that torch lacks.
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tag
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .collectives import collective_of
+from .live_bytes import Part
 
 
 def _aten(*names: str) -> frozenset[str]:
@@ -42,13 +43,17 @@ _CASTING = _aten("_to_copy", "mul", "clone")
 class Facts(NamedTuple):
     """Hold what is known of an operator before it is called.
 
-    ``sends``: its kind, if it is a collective. ``starts``: whether it starts a kernel; ``fuses``: whether a
-    compiler fuses it with others: pointwise ones, reductions, gathers. ``formula``: counts the FLOPs of what
-    multiplies matrices. ``product``: whether one of its matrices may be weights; ``casts``: whether it may
-    give a weight in another precision. ``causal``: the place of the argument that says so of attention.
+    ``gives``: ``changes`` for one that writes over its first argument, number by number, and gives it back;
+    ``new`` for one that changes none of its arguments, and gives no view of one; ``view`` for one that only
+    gives views. ``sends``: its kind, if it is a collective. ``starts``: whether it starts a kernel;
+    ``fuses``: whether a compiler fuses it with others: pointwise ones, reductions, gathers. ``formula``:
+    counts the FLOPs of what multiplies matrices. ``product``: whether one of its matrices may be weights;
+    ``casts``: whether it may give a weight in another precision. ``causal``: the place of the argument that
+    says so of attention.
     """
 
     name: str
+    gives: Literal["changes", "new", "view"] | None
     sends: str | None
     starts: bool
     fuses: bool
@@ -66,28 +71,39 @@ class Facts(NamedTuple):
         place = self.causal
         return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal"))
 
-    def read(self, inputs: list[Tensor], made: list[Tensor]) -> list[Tensor]:
-        """Return tensors as large as what a call reads, of those that it is given."""
+    def read(self, inputs: list[Part], made: list[Part]) -> list[Part]:
+        """Return parts as large as what a call reads, of those that it is given."""
         if self.name in _GATHERING:  # of the first one as much as it gives
             return [*inputs[1:], *made]
         return inputs[1:] if self.name in _OVERWRITING else inputs
 
-    def moved(self, inputs: list[Tensor], made: list[Tensor]) -> int:
+    def moved(self, inputs: list[Part], made: list[Part]) -> int:
         """Return the bytes that a call reads and writes."""
         if self.name in _SCATTERING:  # of the first tensor what the indices name
-            return 3 * sum(map(bytes_in_memory, inputs[1:]))
-        return sum(map(bytes_in_memory, (*self.read(inputs, made), *made)))
+            return 3 * sum(part.size for part in inputs[1:])
+        return sum(part.size for part in (*self.read(inputs, made), *made))
 
 
 @lru_cache(maxsize=4096)  # asked for every operator that runs
 def facts_of(func: Any) -> Facts:
     """Return what is known of an operator."""
     name, kind, _ = collective_of(func)
+    schema = func._schema
+    gives: Literal["changes", "new", "view"] | None = None
     formula = _FORMULAS.get(name) or flop_registry.get(func.overloadpacket)
     alone = formula is not None or name in _ALONE or name in _SCATTERING
-    arguments = [argument.name for argument in func._schema.arguments]
+    arguments = [argument.name for argument in schema.arguments]
+    if Tag.pointwise in func.tags and name.endswith("_"):
+        gives = "changes"
+    elif func.is_view or name == "aten::_unsafe_view":
+        gives = "view"
+    elif not schema.is_mutable and all(
+        x.alias_info is None and "[]" not in str(x.type) for x in schema.returns
+    ):
+        gives = "new"
     return Facts(
         name,
+        gives,
         kind,
         starts=not func.is_view and name not in _NO_KERNEL,
         fuses=name.startswith("aten::") and not alone,
@@ -96,14 +112,6 @@ def facts_of(func: Any) -> Facts:
         casts=name in _CASTING,
         causal=arguments.index("is_causal") if "is_causal" in arguments else None,
     )
-
-
-def bytes_in_memory(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that lie in memory: those of an expanded one lie there once."""
-    strides = tensor.stride()
-    if 0 not in strides:
-        return tensor.nbytes
-    return tensor.itemsize * prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
 
 
 def _attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
@@ -119,15 +127,20 @@ def _repeated(x: Any, q: Any) -> tuple[int, ...]:
     return (*q.shape[:2], *x.shape[2:])
 
 
-def _grouped(a: Any, b: Any, *others: Any, **named: Any) -> int:
+def _product(a: Any, b: Any, *others: Any, **named: Any) -> int:
     """Count each row once, whatever group it is in; where groups cut the inner dim, each column once."""
     return int(2 * prod(a.shape) * b.shape[-1])
+
+
+def _added_product(total: Any, a: Any, b: Any, **named: Any) -> int:
+    return _product(a, b)
 
 
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _FORMULAS: dict[str, Callable[..., int]] = {
     **{f"aten::_scaled_dot_product_{kernel}": _attention for kernel in _ATTENTION},
     **{f"aten::_scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _ATTENTION},
-    "aten::_grouped_mm": _grouped,
-    "aten::addmm_": lambda total, *factors, **named: _grouped(*factors, **named),
+    # Torch's formulas of plain products look for tensors in all arguments, which takes longer.
+    **dict.fromkeys(("aten::_grouped_mm", "aten::mm", "aten::bmm"), _product),
+    **dict.fromkeys(("aten::addmm", "aten::addmm_", "aten::baddbmm"), _added_product),
 }

@@ -1,18 +1,18 @@
 """Note what operators without numbers make, keep, send and compute."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..parallel_state.engine import tensors_in
 from ..parallel_state.process_groups import STAND_IN
 from .forms import remembered
-from .live_bytes import LiveBytes, Storage
-from .operators import Facts, bytes_in_memory, facts_of
+from .live_bytes import Call, LiveBytes, Part, Storage
+from .operators import facts_of
 from .record import Collective
-from .tensors import tensors_in
 from .waits import refuse_numbers
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
@@ -68,19 +68,18 @@ class _Parts:
     def __init__(self) -> None:
         self._of: dict[object, tuple[int, dict[int, int]]] = {}
 
-    def add(self, key: object, tensor: Tensor) -> None:
-        parts = self._of.setdefault(key, (tensor.untyped_storage().nbytes(), {}))[1]
-        place = int(tensor.storage_offset())
-        parts[place] = max(bytes_in_memory(tensor), parts.get(place, 0))
+    def add(self, part: Part) -> None:
+        places = self._of.setdefault(part.key, (part.untyped.nbytes(), {}))[1]
+        places[part.place] = max(part.size, places.get(part.place, 0))
 
-    def holds(self, key: object, tensor: Tensor) -> bool:
-        return key in self._of and int(tensor.storage_offset()) in self._of[key][1]
+    def holds(self, part: Part) -> bool:
+        return part.key in self._of and part.place in self._of[part.key][1]
 
     def total(self, *, alive: bool = False) -> int:
         """Return the bytes, or those in storages that are not gone."""
         return sum(
-            min(whole, sum(parts.values()))
-            for key, (whole, parts) in self._of.items()
+            min(whole, sum(places.values()))
+            for key, (whole, places) in self._of.items()
             if not (alive and isinstance(key, Storage) and key.gone is not None)
         )
 
@@ -93,24 +92,31 @@ class _Chain:
     def __init__(self, first: Operator, at: int) -> None:
         self.first, self.at, self.given, self.made = first, at, _Parts(), _Parts()
 
+    def add(self, read: Iterable[Part], made: Iterable[Part]) -> None:
+        for part in read:
+            inside = part.storage is not None and part.storage.made >= self.at
+            if not (inside or self.made.holds(part)):
+                self.given.add(part)
+        for part in made:
+            self.made.add(part)
+
 
 class Recorder(LiveBytes):
     """Note each storage that operators make and when it goes, and what the operators do.
 
-    ``weights``: whether weights are trained, by the ids of their storages. ``steps``: each operator that
+    ``weights``: whether weights are trained, by their storages. ``steps``: each operator that
     starts a kernel, each collective, and the names of what is neither, in order, first of all nothing;
     ``after``: the bytes after each of them that were made while it was entered. A number that the host reads
     is 0.
     """
 
-    def __init__(self, weights: dict[int, bool] | None = None) -> None:
+    def __init__(self, weights: Mapping[torch.UntypedStorage, bool] | None = None) -> None:
         super().__init__()
         self.phase: Phase = "forward"
         self.steps: list[Step] = [""]
         self.after = [0]
-        self._weights = weights or {}
-        #: Whether a weight is trained, by casts of it.
-        self._casts: dict[object, bool] = {}
+        #: Whether a weight is trained, by its storage and those of casts of it.
+        self._trained = dict[object, bool](weights or {})
         self._chain: _Chain | None = None
 
     @property
@@ -130,66 +136,36 @@ class Recorder(LiveBytes):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return remembered(func, args, kwargs)
 
-    def _note(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        read: list[Tensor],
-        made: list[Tensor],
-        new: list[Storage],
-    ) -> None:
-        facts, phase = facts_of(func), self.phase
+    def _note(self, call: Call) -> None:
+        facts, args, read, made, phase = facts_of(call.func), call.args, call.read, call.made, self.phase
         if _FORWARDS and phase == "backward":
             phase = "again"
         step: Step = facts.name
-        if facts.sends is not None and func.namespace == "_c10d_functional":
+        if facts.sends is not None and call.func.namespace == "_c10d_functional":
             self.end_chain()
             group = next(word for word in reversed(args) if isinstance(word, str))
             step = Collective(group.removeprefix(STAND_IN), facts.sends, args[0].nbytes, phase)
         elif facts.starts:
             step = Operator(
-                facts.name, phase, facts.flops(args, kwargs, out), moved := facts.moved(read, made),
-                causal=facts.is_causal(args, kwargs), fused=moved,
+                facts.name, phase, facts.flops(args, call.kwargs, call.out), moved := facts.moved(read, made),
+                causal=facts.is_causal(args, call.kwargs), fused=moved,
             )  # fmt: skip
             if facts.product:
-                trained = [self._trained(tensor) for tensor in read]
+                trained = [self._trained.get(part.key) for part in read]
                 step.weight, step.trained = True, False not in trained
                 step.gradient = phase == "backward" and trained.count(None) == len(trained)
-            elif facts.casts and (cast := self._trained(read[0])) is not None:
-                self._casts[self._key(made[0])] = cast
-            self._join(step, facts, read, made)
+            elif facts.casts and (cast := self._trained.get(read[0].key)) is not None:
+                self._trained[made[0].key] = cast
+            if not facts.fuses or (self._chain is not None and self._chain.first.phase != phase):
+                self.end_chain()
+            if facts.fuses:
+                if self._chain is None:
+                    self._chain = _Chain(step, self.at)
+                else:
+                    step.fused = None
+                self._chain.add(facts.read(read, made), made)
         self.steps.append(step)
         self.after.append(self.now)
-
-    def _trained(self, tensor: Tensor) -> bool | None:
-        """Return whether a weight, or a cast of it, is trained; ``None`` for another tensor."""
-        trained = self._weights.get(id(tensor.untyped_storage()))
-        return self._casts.get(self._key(tensor)) if trained is None else trained
-
-    def _key(self, tensor: Tensor) -> object:
-        """Return what tells a storage from others; one that was there before is held, lest another is it."""
-        return self.storage(tensor) or tensor.untyped_storage()
-
-    def _join(self, operator: Operator, facts: Facts, read: list[Tensor], made: list[Tensor]) -> None:
-        """Let an operator be part of the chain before it, or of a new one, or of none."""
-        if not facts.fuses or (self._chain is not None and self._chain.first.phase != operator.phase):
-            self.end_chain()
-        if not facts.fuses:
-            return
-        if self._chain is None:
-            self._chain = _Chain(operator, self.at)
-        else:
-            operator.fused = None
-        chain = self._chain
-        for tensor in facts.read(read, made):
-            key = self._key(tensor)
-            inside = isinstance(key, Storage) and key.made >= chain.at
-            if not (inside or chain.made.holds(key, tensor)):
-                chain.given.add(key, tensor)
-        for tensor in made:
-            chain.made.add(self._key(tensor), tensor)
 
     def end_chain(self) -> None:
         """Note what the last chain of pointwise operators moves, if a compiler makes one kernel of it."""

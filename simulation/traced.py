@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..parallel_state.engine import tensors_in
 from ..parallel_state.engine.weight_gradients import compute_input_gradients
 from .live_bytes import Storage
 from .recorder import Recorder
-from .tensors import tensors_in
 from .trace import Trace
 
 
@@ -63,7 +63,7 @@ def trace(
     gradient is a number.
     """
     weights, summed = [*parameters, *others], dict[int, int]()
-    recorder = Recorder({id(weight.untyped_storage()): weight.requires_grad for weight in weights})
+    recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
 
     def note(parameter: Tensor) -> None:
         summed[id(parameter)] = recorder.at

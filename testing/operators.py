@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..parallel_state.engine import UncompiledMode, group_of_call
+from ..parallel_state.engine import UncompiledMode, group_of_call, tensors_in
 from ..simulation.collectives import collective_of
-from ..simulation.tensors import tensors_in
 
 
 class Operators(UncompiledMode):

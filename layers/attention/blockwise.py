@@ -238,11 +238,13 @@ def _slices(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Iterator[tu
     """Yield slices of query rows whose scores fit in memory, each with its dropout: 0, or 1 / (1 - p)."""
     batch, heads, queries, _ = q.shape
     each = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
-    generator = torch.Generator(q.device).manual_seed(options.seed) if options.dropout else None
+    generator = None  # a device without numbers has none
+    if options.dropout and engine.accelerator.has_numbers(q.device):
+        generator = torch.Generator(q.device).manual_seed(options.seed)
     for start in range(0, queries, each):
         rows = slice(start, min(start + each, queries))
         dropped = None
-        if generator is not None:
+        if options.dropout:
             shape = (batch, heads, rows.stop - rows.start, k.shape[2])
             drawn = torch.rand(shape, generator=generator, device=q.device)
             dropped = (drawn >= options.dropout).to(k.dtype) / (1 - options.dropout)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
+_NESTS = (list, tuple, dict)
 
 
 def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
@@ -57,10 +57,22 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
     return DTensor.from_local(here, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
-def tensors_in(nest: Any) -> list[Tensor]:
-    """Return the tensors in a nest of tuples, lists and dicts."""
-    leaves: list[Any] = importlib.import_module("torch.utils._pytree").tree_leaves(nest)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def tensors_in(nest: object) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    tensors: list[Tensor] = []
+    if isinstance(nest, _NESTS):
+        _collect(nest, tensors)
+    return tensors
+
+
+def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
+    for element in nest.values() if isinstance(nest, dict) else nest:
+        if isinstance(element, Tensor):
+            tensors.append(element)
+        elif isinstance(element, _NESTS):
+            _collect(element, tensors)
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

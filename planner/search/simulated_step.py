@@ -50,11 +50,15 @@ def simulate_step(
     with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
         built = build(recipe, planned, state)
         own = planned.own
+        # A first step makes everything ready: with one micro-batch, unless stages' schedule asks for all.
+        few = rows if recipe.layout.pipeline > 1 else recipe.data.micro_batch
         batch: Any = _batch(rows, length, planned.config.vocab_size)
+        first: Any = Batch(batch.input_ids[:few], batch.labels[:few])
         if own is not None:
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
+            first = some_samples(batch, 0, few)
             _assume_stages(built, recipe, planned, batch)
-        return simulated_steps(ledger, built, [batch] * 2, built.update, kernels)
+        return simulated_steps(ledger, built, [first, batch], built.update, kernels)
 
 
 def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str, Tensor]) -> None:

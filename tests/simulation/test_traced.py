@@ -12,6 +12,7 @@ from trilith.planner import sampled
 from trilith.simulation import forms, pieces
 from trilith.simulation.loss_traces import LossTraces
 from trilith.simulation.micro_batch import MicroBatch
+from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Recorder
 from trilith.simulation.trace import of_more_rounds
@@ -56,7 +57,7 @@ def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monk
 
     traced()
     remembered = traced()
-    monkeypatch.setattr(forms, "_kind", lambda func: None)
+    monkeypatch.setattr(forms, "facts_of", lambda func: facts_of(func)._replace(gives=None))
     assert traced() == remembered
 
 

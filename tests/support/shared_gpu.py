@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from trilith.parallel_state import engine
-from trilith.simulation.tensors import tensors_in
+from trilith.parallel_state.engine import tensors_in
 
 _library: torch.library.Library | None = None
 

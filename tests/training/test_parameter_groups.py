@@ -10,9 +10,8 @@ from support.short_runs import built
 from torch.distributed.tensor import DTensor
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
-from trilith.parallel_state.engine import TorchDispatchMode, local_data
+from trilith.parallel_state.engine import TorchDispatchMode, local_data, tensors_in
 from trilith.recipes.optimizer_sections import ParameterGroup
-from trilith.simulation.tensors import tensors_in
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw
 from trilith.training.optimizer import assign, freeze, names_of, set_learning_rate
