@@ -8,13 +8,16 @@ from .trace import Trace
 
 
 class Piece:
-    """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words.
+    """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words;
+    ``silent``: it sends nothing, and need not be traced to know that.
 
     See ``Trace`` for the bytes.
     """
 
-    def __init__(self, take: Callable[[Checkpointing, bool], Trace], *, what: str = "") -> None:
-        self._take, self.what = take, what
+    def __init__(
+        self, take: Callable[[Checkpointing, bool], Trace], *, what: str = "", silent: bool = False
+    ) -> None:
+        self._take, self.what, self._silent = take, what, silent
         self._known: dict[tuple[Checkpointing, bool], Trace] = {}
 
     def under(self, mode: Checkpointing, *, in_two: bool = False) -> Trace:
@@ -58,4 +61,6 @@ class Piece:
 
     def sends(self, mode: Checkpointing = "none", *, again: bool = False) -> tuple[Collective, ...]:
         """Return the collectives of forward and backward, or those that a backward computes ``again``."""
+        if self._silent:
+            return ()
         return tuple(each for each in self.under(mode).collectives if (each.phase == "again") == again)

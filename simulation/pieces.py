@@ -62,9 +62,16 @@ class ModelPieces:
         self._known: dict[object, Piece] = {}
         self._losses = LossTraces(model, state)
 
-    def _piece(self, key: object, take: Callable[[Checkpointing, bool], Trace], *, what: str = "") -> Piece:
+    def _piece(
+        self,
+        key: object,
+        take: Callable[[Checkpointing, bool], Trace],
+        *,
+        what: str = "",
+        silent: bool = False,
+    ) -> Piece:
         """Return the piece that is known by this key, or which ``take`` traces."""
-        return self._known.setdefault(key, Piece(take, what=what))
+        return self._known.setdefault(key, Piece(take, what=what, silent=silent))
 
     def block(self, block: nn.Module, batch: MicroBatch, *, reached: bool, kind: object = None) -> Piece:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
@@ -115,7 +122,7 @@ class ModelPieces:
                 del outputs
                 return Trace(kept=kept_bytes)
 
-        return self._piece(("tables", tuple(blocks), batch), take)
+        return self._piece(("tables", tuple(blocks), batch), take, silent=True)
 
     def entry(self, batch: MicroBatch) -> Piece:
         """Return the piece of what comes before the first block."""

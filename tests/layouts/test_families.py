@@ -49,7 +49,6 @@ def in_stages(family, name):
 
 LAYOUTS = Layouts(
     [case for family, name in FIRST.items() for case in (*of_family(family, name), *in_stages(family, name))],
-    at_once=12,
 )
 test_each_family_equals_one_device = LAYOUTS.equal_one_device()
 test_blocks_that_the_array_does_not_have_send_what_is_planned = LAYOUTS.send_what_is_planned()

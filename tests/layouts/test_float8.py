@@ -6,24 +6,14 @@ import pytest
 import torch
 from support.configs import config
 from support.layout_cases import axes
-from support.short_training import Case, first_difference, outcome, relative_differences, train_rank
+from support.short_training import Case, first_difference, outcomes, relative_differences
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing import run_parallel
 
 CONFIG = config("held/llama", layers=2, vocab_size=96, intermediate_size=96, num_attention_heads=4)
 LAYOUTS = [Layout.of(**axes(cut)) for cut in ("tp2", "tp2-sp", "dp2-zero3", "cp2", "pp2")]
 ONE = Case(CONFIG, micro_batch=2)
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
-
-
-def train_each(cases):
-    return [train_rank(case) for case in cases]
-
-
-def outcomes(cases):
-    ranks = run_parallel(train_each, cases[0].layout.world, cases, timeout=240)
-    return [outcome(each) for each in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

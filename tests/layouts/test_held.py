@@ -45,11 +45,11 @@ def frozen(*names):
     return {"frozen": rf"^({'|'.join(names)})\b"}
 
 
-def of_array(why, choice, *ratios):
+def of_array(why, choice, *ratios, asks=HELD):
     """Return the row of a choice of the covering array, in fp32 and with rows of 128 tokens."""
     longer = {key: 256 for key in ("max_position_embeddings", "n_positions") if key in choice.config}
     case = replace(choice.case, config=choice.config | longer, length=128, dtype=torch.float32)
-    return Row(why, case, **HELD | ({"holds": ratios} if ratios else {}))
+    return Row(why, case, **asks | ({"holds": ratios} if ratios else {}))
 
 
 STAGES = {"pipeline": 2, "micro_batch": 2}
@@ -76,11 +76,13 @@ WRONG = [
         "wrong: a first stage without a backward under gpipe",
         Choice("gemma2", schedule="gpipe", split=True, trains="all but the first block", **STAGES),
         *(0.966, 0.999),
+        asks=SLOW,
     ),
     of_array(
         "wrong: a first stage that trains one bias under gpipe",
         Choice("llama-tied-kv1", trains="the bias of one product", **ONE_BIAS),
         *(0.929, 1.014),
+        asks=SLOW,
     ),
     of_array(
         "wrong: zero bubbles of shards with replicas", Choice("gpt2", **BUBBLES), 0.881, 0.881, 0.922, 0.922
@@ -89,6 +91,7 @@ WRONG = [
         "wrong: the last norm alone under an interleaved schedule",
         Choice("mixtral", trains="the last norm", **ONE_NORM),
         *(1.016, 1.016, 1.021, 1.021),
+        asks=SLOW,
     ),
 ]
 
@@ -103,7 +106,7 @@ TABLE = [
     held("stages that compute again", "llama", "pp2", "full", micro_batch=4, rounds=4),
     held("sequence and selective", "llama", "tp2-sp", "selective", bf16=True, micro_batch=4),
     held("logits in chunks", "llama", bf16=True, chunk=64, micro_batch=4),
-    held("gated delta rule", "qwen3_next"),
+    held("gated delta rule", "qwen3_next", asks=SLOW),
     # Its gradient is written over the logits.
     held("one loss over the logits of all blocks", "mtp", "pp2", micro_batch=4, rounds=4),
     held("adapters and logits in chunks", "llama", chunk=64, lora=LORA),
@@ -122,7 +125,7 @@ TABLE = [
     further("arcee", "pp2", rounds=4),
     held("transformers' code over shards", "arcee", "dp2-zero3", asks=SLOW | {"holds": (0.96,)}),
     held("ring and selective", "llama", "cp2-zero1-ring", "selective"),
-    held("interleaved", "llama", "pp2-loop2", rounds=4, schedule="interleaved"),
+    held("interleaved", "llama", "pp2-loop2", rounds=4, schedule="interleaved", asks=SLOW),
     held("interleaved zero bubble", "llama", "pp2-loop2", rounds=4, schedule="interleaved-zero-bubble"),
     held("scores written out", "gemma2", "tp2-sp", "selective"),
     held("scores of a window", "gpt_oss", micro_batch=4),
@@ -200,6 +203,5 @@ assert {row.why for row in QUICK} >= {*SIMULATED}
 LAYOUTS = Layouts(
     [replace(one, simulates=one.slow or one.why in SIMULATED) for one in TABLE],
     [replace(one, why=f"{one.why}, simulated", slow=True) for one in QUICK if one.why not in SIMULATED],
-    at_once=12,
 )
 test_a_rank_holds_what_is_planned = LAYOUTS.hold_what_is_planned()

@@ -104,8 +104,8 @@ TRANSPOSED = config("gpt_oss", num_hidden_layers=4, layer_types=["full_attention
 
 # Three tensor ranks: the vocabulary is padded as the layout needs
 THREE = [
-    ("tied", "llama-of-three", "", {}),
-    ("untied", "llama-of-three-untied", "", {}),
+    ("tied", "llama-of-three", "", {"asks": SLOW}),
+    ("untied", "llama-of-three-untied", "", {"asks": SLOW}),
     ("tied-sequence", "llama-of-three", "sp", {"length": 18}),
     ("logits-in-chunks", "llama-of-three-untied", "", {"chunk": 8}),
     ("tied-lora", "llama-of-three", "", ADAPTERS),

@@ -1,14 +1,16 @@
 """Combine each pair of a run's choices in one covering array: families, axes, schedules, memory.
 
-Axes are of two ranks, two axes at most, so that a run has four ranks; one axis of four has a list of its own.
+``tests/covering.py`` finds the array, which stands in ``array.json``, a run a line. Axes are of two ranks,
+two axes at most, so that a run has four ranks; one axis of four has a list of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +20,7 @@ from trilith.recipes.sections import LayoutSection, MemorySection
 from support.configs import EXPERTS, MODELS
 from support.short_training import Case
 
+ARRAY = Path(__file__).parent / "array.json"
 # The array has one of several families with the same blocks and layers; test_families has every family.
 FAMILIES = (
     *("llama", "llama-tied-kv1", "gpt2", "mistral", "gemma2", "mixtral", "glm4_moe"),
@@ -46,7 +49,7 @@ FROZEN = {
 }
 _DENSE = {"llama", "llama-tied-kv1", "mistral", "gemma2"}
 #: The families of the array in which a part is; the others are parts of every one.
-_HAVE = {
+HAVE = {
     "lora of attention": _DENSE | {"mixtral", "glm4_moe"},
     "lora of feed-forward": _DENSE,
     "lora of experts": {"mixtral", "glm4_moe", "qwen3_next"},
@@ -205,57 +208,17 @@ def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
     return frozenset(combinations((vars(choice) | {"trains": choice.kind}).items(), 2))
 
 
-def covering(choices: Sequence[Choice]) -> list[Choice]:
-    """Return some of these choices that together hold every pair of values which any of them holds.
-
-    For the pair that fewest choices hold, take the choice that adds most pairs for the ranks that it needs.
-    """
-    values = dict.fromkeys(value for choice in choices for value in vars(choice).items())
-    number = dict(zip(values, range(len(values)), strict=True))
-    held: dict[Choice, list[int]] = {}
-    having: dict[int, list[Choice]] = {}  # by the pair, whose two values are one number here
-    for choice in choices:
-        mine = [number[value] for value in vars(choice).items()]
-        held[choice] = [first * len(values) + second for first, second in combinations(mine, 2)]
-    for choice, twos in held.items():
-        for two in twos:
-            having.setdefault(two, []).append(choice)
-
-    def worth(choice: Choice) -> float:
-        return sum(two in having for two in held[choice]) / (6 + choice.world)
-
-    found = []
-    while having:
-        found.append(max(min(having.values(), key=len)[:60], key=worth))
-        for two in held[found[-1]]:
-            having.pop(two, None)
-    return found
-
-
 @cache
 def covering_array() -> tuple[Choice, ...]:
-    """Return the array. It takes seconds, so it is made once in a process."""
-    random = Random(0)
-    return tuple(with_parts(covering([draw(random) for _ in range(3000)])))
+    """Return the array that ``tests/covering.py`` has found; the tests of the array see what it lacks."""
+    rows = json.loads(ARRAY.read_text())
+    return tuple(Choice(**row) for row in rows)
 
 
 def cuts(choice: Choice) -> set[object]:
     """Return of what may change what a part's training sends: how the model is cut and computed again."""
     found = {key for key in ("tensor", "pipeline", "context", "data") if getattr(choice, key) > 1}
     return {*found, f"zero{choice.zero}", choice.checkpointing, choice.sequence, choice.expert > 1}
-
-
-def with_parts(choices: Iterable[Choice]) -> Iterator[Choice]:
-    """Give the choices that train a part all parts in turn: each meets as many kinds of cuts as can be."""
-    met: dict[str, set[object]] = {part: set() for part in (*ADAPTERS, *FROZEN)}
-    for choice in choices:
-        parts = [*ADAPTERS] if choice.trains == "lora" else [*FROZEN] if choice.trains == "frozen" else []
-        able = [part for part in parts if choice.model in _HAVE.get(part, FAMILIES)]
-        if able:
-            part = max(able, key=lambda part: (len(cuts(choice) - met[part]), -len(met[part])))
-            met[part] |= cuts(choice)
-            choice = replace(choice, trains=part)
-        yield choice
 
 
 #: One axis of four ranks; and one device, where micro-batches alone differ.

@@ -17,9 +17,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from torch import Tensor
 from trilith.checkpoints import load, save
 from trilith.data import Batch
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state import state as state_module
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.collectives import axes_of_groups
@@ -179,16 +181,47 @@ def observe(rows: Sequence[Row], folder: str) -> list[RankRecord]:
     if any(row.case.device == "cuda" for row in rows):
         share_gpu()
     records = []
-    for number, row in enumerate(rows):
-        print(f"row {row.why!r}", file=sys.stderr)  # the error of a rank ends with what it wrote
-        records.append(_Run(row, Path(folder) / str(number)).record)
+    with _shared_groups():
+        for number, row in enumerate(rows):
+            print(f"row {row.why!r}", file=sys.stderr)  # the error of a rank ends with what it wrote
+            records.append(_Run(row, Path(folder) / str(number)).record)
     return records
 
 
-class _Run:
-    """Run a row on this rank, for two steps: FSDP and pipelines make themselves ready in the first one.
+@contextmanager
+def _shared_groups() -> Iterator[None]:
+    """Let layouts that cut the ranks alike have the same process groups. Until the call ends, each group has
+    threads that wake a hundred times a second, and DTensor remembers an equal mesh of an earlier row.
+    """
+    groups: dict[object, list[dist.ProcessGroup]] = {}
+    start, make = ParallelState.start.__func__, state_module.new_group  # type: ignore[attr-defined]
 
-    So a row of neither that only asks what a step sends takes one.
+    def shared(cls: type[ParallelState], layout: Layout, **options: Any) -> ParallelState:
+        sizes = layout.pipeline, layout.data_sizes(), layout.data_sizes(experts=True), layout.tensor
+        # Every rank asks for as many groups, in the same order: also after the start, for the first time.
+        alike = groups.setdefault((*sizes, layout.context), [])
+        place = count()
+
+        def new_group(ranks: Sequence[int], *args: Any, **options: Any) -> dist.ProcessGroup:
+            if (number := next(place)) == len(alike):
+                alike.append(make(ranks, *args, **options))
+            assert dist.get_process_group_ranks(alike[number]) == [*ranks]
+            return alike[number]
+
+        state_module.new_group = new_group
+        state: ParallelState = start(cls, layout, **options)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_module, "new_group", make)
+        patch.setattr(ParallelState, "start", classmethod(shared))
+        yield
+
+
+class _Run:
+    """Run a row on this rank, for two steps: a pipeline's stages also tell each other shapes in the first.
+
+    So a row without stages that only asks what a step sends takes one.
     """
 
     def __init__(self, row: Row, folder: Path) -> None:
@@ -205,7 +238,7 @@ class _Run:
             self.parts = _started(self.case, self.state)
         self.record.initial = self._shares(whole=self.case.layout.world == 1)
         batches = [rank_batch(self.case, number, self.state) for number in range(4)]
-        if self.trains or self.case.layout.pipeline * self.case.layout.data > 1:
+        if self.trains or self.case.layout.pipeline > 1:
             self._first_step(batches[0])
         if row.resumes is not None:
             save(folder, self.parts.model, self.parts.optimizer, step=1)
@@ -404,19 +437,20 @@ class Layouts:
     fails, because then they disturb one another. No question runs a row again.
     """
 
-    def __init__(self, *table: Row | Iterable[Row], at_once: int = 4) -> None:
+    def __init__(self, *table: Row | Iterable[Row], at_once: int = 16) -> None:
         self.rows, self.at_once = rows_of(table), at_once
         names = [row.why for row in self.rows]
         if len({*names}) < len(names):
             raise ValueError(f"two rows are called {sorted({one for one in names if names.count(one) > 1})}")
         self._records: dict[str, Record | Exception] = {}
         self._failed: dict[str, _Call] = {}
+        self._peaks: dict[str, dict[int, int]] = {}
 
     def record(self, row: Row, request: pytest.FixtureRequest | None = None) -> Record:
         """Return the record of a row, which need not be in the table."""
         if row.why not in self._records:
             chosen = [] if request is None else _chosen(request)
-            self._run([row] if row.why in self._failed else [row, *self._beside(row, chosen)])
+            self._run([row] if row.why in self._failed else [row, *self._beside(row, chosen)], chosen)
         if row.why not in self._records:  # the call failed: this row alone, the others when they are asked
             self._run([row])
         record = self._records[row.why]
@@ -431,14 +465,14 @@ class Layouts:
         waiting = [one for one in chosen if one.case.layout.world == world and one.why in names]
         return waiting[: self.at_once - 1]
 
-    def _run(self, rows: Sequence[Row]) -> None:
+    def _run(self, rows: Sequence[Row], chosen: Sequence[Row] = ()) -> None:
         alone = len(rows) == 1
         try:
             wholes = one_device([row.case for row in rows if row.tolerance is not None])
             todo: Sequence[Row] = [_planned(row if DEVICE == "cpu" else _on_device(row)) for row in rows]
             with tempfile.TemporaryDirectory() as folder:
                 if DEVICE == "cpu":
-                    todo = _simulated(todo, Path(folder) / "peaks.json")
+                    todo = self._simulated(todo, chosen, Path(folder) / "peaks.json")
                 ranks = run_parallel(observe, rows[0].case.layout.world, todo, folder, timeout=_seconds(rows))
         except RankError as error:
             if alone:
@@ -462,6 +496,21 @@ class Layouts:
                 message = "each row passes alone, but not in one call"
                 message += f", which failed at row {call_before.row}: {call_before.error}"
                 self._records[rows[0].why] = AssertionError(message)
+
+    def _simulated(self, rows: Sequence[Row], chosen: Iterable[Row], file: Path) -> Sequence[Row]:
+        """Return the rows with simulated peaks. The device cannot be taken back, so another process has it:
+        one for all quick rows that the session has chosen.
+        """
+        names, asked = {row.why for row in self.rows}, [row for row in rows if _is_simulated(row)]
+        if any(row.why not in self._peaks for row in asked):
+            asked += [row for row in chosen if _is_simulated(row) and not row.slow and row.why in names]
+            waiting = {row.why: row for row in asked if row.why not in self._peaks}.values()
+            cases = [(row.case, range(row.case.layout.world)[0 if row.slow else -1 :]) for row in waiting]
+            (code,) = run_fresh(write_peaks, 1, cases, file, process_group=False, timeout=200)
+            assert code == 0, code.output
+            for row, peaks in zip(waiting, json.loads(file.read_text()), strict=True):
+                self._peaks[row.why] = {int(rank): peak for rank, peak in peaks.items()}
+        return [replace(row, exact=self._peaks.get(row.why, {})) for row in rows]
 
     def equal_one_device(self) -> Any:
         """Return the test that each row trains as one device does: losses, norms, gradients, weights."""
@@ -539,17 +588,8 @@ def _chosen(request: pytest.FixtureRequest) -> list[Row]:
     return [*rows.values()]
 
 
-def _simulated(rows: Sequence[Row], file: Path) -> Sequence[Row]:
-    """Return the rows with simulated peaks. The device cannot be taken back, so another process has it."""
-    asked = [row for row in rows if row.holds and (row.slow or row.simulates)]
-    if not asked:
-        return rows
-    cases = [(row.case, range(row.case.layout.world)[0 if row.slow else -1 :]) for row in asked]
-    (code,) = run_fresh(write_peaks, 1, cases, file, process_group=False, timeout=200)
-    assert code == 0, code.output
-    found = zip(asked, json.loads(file.read_text()), strict=True)
-    peaks = {row.why: {int(rank): peak for rank, peak in each.items()} for row, each in found}
-    return [replace(row, exact=peaks.get(row.why, {})) for row in rows]
+def _is_simulated(row: Row) -> bool:
+    return bool(row.holds) and (row.slow or row.simulates)
 
 
 def _planned(row: Row) -> Row:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from trilith.layers import use_float8
+from trilith.layers.embedding import padded_vocabulary
 from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
@@ -35,9 +36,12 @@ def plans_of(case: Case, *, sends: bool, holds: bool) -> list[RankPlan]:
     """Return the plan of each rank of a case."""
     built = repr((case.config, case.lora, case.frozen, case.float8, case.dtype, case.compute))
 
+    # In the loss the last tensor rank may hold a padded vocabulary, which changes nothing that it sends.
+    vocabulary = int(case.config["vocab_size"])
+    padded = holds and padded_vocabulary(vocabulary, case.layout.tensor) > vocabulary
+
     def pieces(model: CausalLM, state: ParallelState) -> ModelPieces:
-        # In the loss the last tensor rank may hold a padded vocabulary, which changes nothing that it sends.
-        return shared_pieces((built, state.at.tensor if holds else None), model, state)
+        return shared_pieces((built, state.at.tensor if padded else None), model, state)
 
     with patch("trilith.planner.stage_costs.ModelPieces", pieces):
         return [plan_of(case, rank, sends=sends, holds=holds) for rank in range(case.layout.world)]

@@ -16,6 +16,7 @@ from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, f
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
 from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.recipes.sections import MemorySection
+from trilith.testing import run_parallel
 from trilith.testing.layouts import (
     Observation,
     as_pieces,
@@ -170,6 +171,20 @@ def outcome(ranks: Sequence[Observation]) -> Outcome:
         assemble([rank.initial for rank in ranks]),
         assemble([rank.parameters for rank in ranks]),
     )
+
+
+def train_each(cases: Sequence[Case]) -> list[Observation]:
+    observations = []
+    for case in cases:
+        torch.manual_seed(0)  # for the masks of dropout, as in a call of its own
+        observations.append(train_rank(case))
+    return observations
+
+
+def outcomes(cases: Sequence[Case]) -> list[Outcome]:
+    """Train cases of as many ranks in one call, and return what each gives."""
+    ranks = run_parallel(train_each, cases[0].layout.world, cases, timeout=240)
+    return [outcome(each) for each in zip(*ranks, strict=True)]
 
 
 def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
