@@ -107,19 +107,40 @@ class Evaluator:
         """
         modes, pipeline = flow.modes if mode is None else (mode,), cut.layout.pipeline
         compiled = any(self._compiles(each, flow.schedule, pipeline > 1) for each in modes)
-        return self._least_of_stages(_without_store(cut.choice(flow, mode or "none")), compiled)
+        return self._least_of_stages(_without_store(cut.choice(flow, mode or "none")), compiled)[0]
+
+    def least_of_store(self, choice: Choice) -> float:
+        """Return a lower bound, in seconds, for one layout, from what its first pipeline rank exchanges: from
+        ZeRO 2 on beside all that it computes, else beside one micro-batch.
+        """
+        of_stages, of_micro_batch = self._least_alone(choice)
+        exchanged, updates = self._of_data_ranks(replace(choice, checkpointing="none"))
+        if choice.layout.zero > 1:
+            return max(of_stages, exchanged) + updates
+        return of_stages + max(0.0, exchanged - of_micro_batch) + updates
 
     def least(self, choice: Choice) -> float:
         """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""
         timer = self._timer(choice)
-        if choice.layout.zero > 1:  # else layouts that differ in their data ranks compute alike
-            return timer.least()
+        # Up to ZeRO 1 layouts that differ in their data ranks compute alike.
+        return timer.least(None if choice.layout.zero > 1 else self._least_alone(choice)[0])
+
+    def _least_alone(self, choice: Choice) -> tuple[float, float]:
+        """Return what ``StepTimer.least_of_stages`` does, without the traffic of the data ranks."""
         compiled = self._compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline > 1)
-        return timer.least(self._least_of_stages(_without_store(choice), compiled))
+        return self._least_of_stages(_without_store(choice), compiled)
 
     @remembered
-    def _least_of_stages(self, choice: Choice, compiled: bool) -> float:
+    def _least_of_stages(self, choice: Choice, compiled: bool) -> tuple[float, float]:
         return self._timer_of(choice, self.work(choice), compiled).least_of_stages()
+
+    @remembered
+    def _of_data_ranks(self, choice: Choice) -> tuple[float, float]:
+        """Return the seconds of what the first pipeline rank exchanges for its blocks in a step, and of its
+        update.
+        """
+        ranks, parameters = self._timer(choice).data_ranks, self._parameters(choice.layout, 0)
+        return ranks.of_blocks(parameters), ranks.update(parameters)
 
     @remembered
     def _whole_model(self, layout: Layout, several: bool, micro_batch: int, once: bool) -> float:
@@ -133,7 +154,7 @@ class Evaluator:
         chunks = {self._chunk_of(choice, several), *((0,) if several else ())}
         compiled = self._compiles("none", "1f1b", several)
         works = [replace(self.work(choice), micro_batches=count, loss_chunk=chunk) for chunk in chunks]
-        return min(self._timer_of(choice, work, compiled).least_of_stages() / count for work in works)
+        return min(self._timer_of(choice, work, compiled).least_of_stages()[0] / count for work in works)
 
     def _timer(self, choice: Choice) -> StepTimer:
         compiled = self._compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline > 1)

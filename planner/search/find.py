@@ -2,7 +2,7 @@
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
 is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter; a flow has two bounds in turn, and a layout is timed in full at the end. What is timed waits for its
+tighter; a flow and a store have two bounds in turn, and a layout is timed in full at the end. What is timed waits for its
 turn like the groups: if it comes first, no layout is faster. So the search finds what timing every layout
 would find. What is opened is among the fastest or does not fit, so the counted reasons are those of layouts
 that could have been faster.
@@ -159,13 +159,22 @@ class _Search:
             choice = cut.choice(flow, mode, least)
             if (short := self._short(choice)) is None:
                 for each in alike:
-                    self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, each)
+                    self._push_store(cut, each, self.evaluator.least_of_store, self._open_store)
             elif short[1].activations + short[1].pipeline + self.request.runtime > self.request.room:
                 self._count_memory(choice, *short, len(left))  # no store changes it
                 break
             else:
                 self._count_memory(choice, *short, len(alike))
             left = [store for store in left if store.zero != least.zero]
+
+    def _push_store(
+        self, cut: Cut, choice: Choice, least: Callable[[Choice], float], then: Callable[..., None]
+    ) -> None:
+        self._push(1, lambda _, choice: least(choice), then, cut, choice)
+
+    def _open_store(self, cut: Cut, choice: Choice) -> None:
+        """Let a layout wait once more, by the tighter one of its two bounds, which takes more work."""
+        self._push_store(cut, choice, self.evaluator.least, self._time)
 
     def _time(self, cut: Cut, choice: Choice) -> None:
         """Evaluate a layout in full, and let it wait again if every one of its ranks fits."""

@@ -244,6 +244,7 @@ def test_the_ten_best_are_those_of_all_layouts(name, headroom, gpus):
     for cut, flow, answer in every_layout(request):
         choice, seconds = answer.choice, answer.time.seconds
         least = [evaluator.least_of_cut(cut), evaluator.least_of_rows(cut, flow), evaluator.least(choice)]
+        least += [evaluator.least_of_store(choice)]
         least += [evaluator.least_of_flow(cut, flow, mode) for mode in (None, choice.checkpointing)]
         assert max(least) <= seconds * (1 + 1e-12), choice
         if answer.bytes <= request.room:
