@@ -3,10 +3,15 @@
 Times, what arrives when, and what is held all follow from this order and from torch's order on each rank.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from .schedule_actions import Action, actions
+
+
+#: The kind of an action that ran, its stage and its micro-batch.
+_Done = tuple[str, int, int]
 
 
 class Event(NamedTuple):
@@ -27,31 +32,41 @@ def walk(
     """Return the events of a step. The ranks take turns, and each computes one action in its turn, or two
     that send together (``Action.paired``), if their inputs are there.
     """
-    todo = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
-    last = pipeline * virtual_stages - 1
+    orders = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
+    turns = [_turns(order, pipeline * virtual_stages - 1) for order in orders]
     events: list[Event] = []
-    done: dict[tuple[str, int, int] | None, int] = {None: -1}
+    done: dict[_Done | None, int] = {None: -1}
     at, left = [0] * pipeline, [*range(pipeline)]
     while left:
         before = len(events)
         for rank in left:
-            first = todo[rank][at[rank]]
-            turn = (first, todo[rank][at[rank] + 1]) if first.paired else (first,)
-            if any(_needs(action, last) not in done for action in turn):
+            turn = turns[rank][at[rank]]
+            if any(needs not in done for _, needs in turn):
                 continue
-            for action in turn:
-                number = done[_needs(action, last)]
+            for action, needs in turn:
+                number = done[needs]
                 # A whole backward, too, gives the gradient of the input, which the stage before waits for.
                 kind = "I" if action.kind == "B" else action.kind
                 done[kind, action.stage, action.micro_batch] = len(events)
                 events.append(Event(action, rank, number, number >= 0 and events[number].rank != rank))
-            at[rank] += len(turn)
+            at[rank] += 1
         assert len(events) > before, "a schedule that waits for itself"
-        left = [rank for rank in left if at[rank] < len(todo[rank])]
+        left = [rank for rank in left if at[rank] < len(turns[rank])]
     return tuple(events)
 
 
-def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
+def _turns(order: Sequence[Action], last: int) -> list[list[tuple[Action, _Done | None]]]:
+    """Return the actions of each turn of a rank, each with what it needs; ``last``: the last stage."""
+    turns, joins = list[list[tuple[Action, _Done | None]]](), False
+    for action in order:
+        if not joins:
+            turns.append([])
+        turns[-1].append((action, _needs(action, last)))
+        joins = action.paired
+    return turns
+
+
+def _needs(action: Action, last: int) -> _Done | None:
     """Return what another stage, or an earlier action of this one, must have done."""
     kind, stage, micro_batch, _ = action
     if kind == "F":

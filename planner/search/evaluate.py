@@ -219,14 +219,15 @@ class Evaluator:
         whether there are pipeline ranks.
         """
         layout = choice.layout
-        bare = Layout(
-            tensor=layout.tensor, context=layout.context, sequence=layout.sequence, pipeline=1 + several
-        )
-        return self._chunk(Choice(bare, choice.schedule, choice.micro_batch))
+        cut = layout.tensor, layout.context, layout.sequence
+        return self._chunk(*cut, several, choice.schedule, choice.micro_batch)
 
     @remembered
-    def _chunk(self, choice: Choice) -> int:
-        return loss_chunk_of(self._changed(choice), self.request.config)
+    def _chunk(
+        self, tensor: int, context: int, sequence: bool, several: bool, name: ScheduleName, micro_batch: int
+    ) -> int:
+        layout = Layout(tensor=tensor, context=context, sequence=sequence, pipeline=1 + several)
+        return loss_chunk_of(self._changed(Choice(layout, name, micro_batch)), self.request.config)
 
     @remembered
     def _compiles(self, mode: Checkpointing, schedule: ScheduleName, several: bool) -> bool:
