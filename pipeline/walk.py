@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from .schedule_actions import Action, actions
 
-
 #: The kind of an action that ran, its stage and its micro-batch.
 _Done = tuple[str, int, int]
 

@@ -8,7 +8,7 @@ gradients, so that of the last group stays until the next backward (``reduce_sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..parallel_state import BUFFER_DTYPE
@@ -52,7 +52,7 @@ class RankWalk:
     def __init__(self, work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> None:
         layout, total = work.layout, parameters.every
         self.work, self.parameters = work, parameters
-        largest = max((stage.largest for stage in stages), default=0.0)
+        largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
         here = layout.stages_of(work.at.pipeline)
         self.stages = [
             stage.in_walk(work, own_input=number - 1 in here, largest=largest)
@@ -108,7 +108,8 @@ class RankWalk:
         if several and self.in_last:
             ends = last_backwards(*asked) if self.cut else [each for each, _ in instants if each.kind == "B"]
             instants += [(instant, True) for instant in ends]
-        for instant, place, last in self._worst(instants, here):
+        for instant, last in instants:
+            place = here.index(instant.stage)
             self._begin(instant, message)
             if instant.kind == "F":
                 self._loss(place)
@@ -118,23 +119,8 @@ class RankWalk:
                 self._weights(place, last=last)
             else:
                 self._backward(place, last=last, unsummed=instant.kind == "W")
-        for stage in dict.fromkeys(self.stages):
-            self._first_forward(stage)
-
-    def _worst(
-        self, instants: Iterable[tuple[Instant, bool]], here: Sequence[int]
-    ) -> Iterable[tuple[Instant, int, bool]]:
-        """Return the instants, each with its place among the rank's stages; of several in stages that are
-        alike, which differ in the bytes held alone, the one that holds most.
-        """
-        worst: dict[object, tuple[Instant, int, bool]] = {}
-        for instant, last in instants:
-            place, absent = here.index(instant.stage), instant.absent
-            alike = self.stages[place], self.parameters.sums_of_stages[place], self._exit(place)
-            key = *alike, instant.kind, last, absent, place in absent
-            if key not in worst or instant.bytes > worst[key][0].bytes:
-                worst[key] = instant, place, last
-        return worst.values()
+        for place, stage in enumerate(self.stages):
+            self._first_forward(place, stage)
 
     def note(self, beside: float, *, loss: bool = False) -> None:
         """Note the bytes of an instant: what is held now, and what is ``beside``."""
@@ -171,7 +157,7 @@ class RankWalk:
             working = max(part.plain.forward for part in stage.beside)
         self.note(working, loss=True)
 
-    def _first_forward(self, stage: StageBytes) -> None:
+    def _first_forward(self, place: int, stage: StageBytes) -> None:
         """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
         if self.zero in (1, 2) and stage.runs:
             self.messages = self.dropped = self.left = self.before = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,11 +70,6 @@ class StageCost:
     def has_backward(self) -> bool:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
-
-    @cached_property
-    def largest(self) -> float:
-        """Return the bytes of the largest block's weights."""
-        return max((piece.weights for piece in dict.fromkeys(self.blocks.values())), default=0.0)
 
     def in_walk(self, work: Work, *, own_input: bool, largest: float) -> StageBytes:
         """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""

@@ -1,8 +1,8 @@
 """Find the covering array of ``support/combinations.py`` and write it to ``support/array.json``.
 
 To be run when an axis, a family or a part that may be trained is new: `python tests/covering.py`; it takes
-two minutes. Of a run whose rounding grows to more than the tests allow, as they then say, a value is changed by
-hand that no pair needs.
+two minutes. Of a run whose rounding grows to more than the tests allow, as they then say, a value is changed
+by hand that no pair needs.
 """
 
 import json

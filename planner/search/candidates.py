@@ -8,7 +8,9 @@ replicas, offload). If one part is refused, all layouts with this part are left 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import groupby
 from math import gcd
+from operator import attrgetter
 from typing import Any, TypeVar, get_args
 
 from ...layers import Checkpointing, routers
@@ -68,7 +70,7 @@ class Store:
     replicas: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """Hold the axes that cut the model, with the data ranks that remain, and the legal flows. ``offload``:
     whether the host holds weights, gradients and moments.
@@ -117,9 +119,11 @@ class Cut:
         )
 
     @cached_property
-    def least_stores(self) -> tuple[Store, ...]:
-        """Return the store of each ZeRO stage that needs least memory: the one with the fewest replicas."""
-        return tuple({store.zero: store for store in reversed(self.stores)}.values())[::-1]
+    def stores_by_zero(self) -> tuple[tuple[Store, ...], ...]:
+        """Return the stores of each ZeRO stage: the one with the fewest replicas, which needs least memory,
+        first.
+        """
+        return tuple(tuple(alike) for _, alike in groupby(self.stores, key=attrgetter("zero")))
 
 
 @lru_cache(maxsize=1024)
@@ -127,6 +131,8 @@ def _stores(data: int, context: int, expert: int) -> tuple[Store, ...]:
     stores = []
     for zero in range(4) if data * context > 1 else (0,):
         for replicas in divisors(data) if zero else (1,):
+            if zero and replicas == data * context:
+                continue  # shards of one rank: nothing is cut
             try:
                 Layout.of(data=data, context=context, expert=expert, zero=zero, data_replicate=replicas)
             except BadInput:

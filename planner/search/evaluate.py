@@ -20,8 +20,9 @@ from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
+from ..time.data_ranks import Exchange
 from ..time.stage_timer import StageTimer
-from .candidates import Cut, Flow
+from .candidates import Cut, Flow, Store
 from .choice import Choice
 from .request import Request
 
@@ -49,6 +50,10 @@ class Answer:
     def reserved(self) -> int:
         """Return what torch's allocator reserves on the heaviest rank, with the bytes of the runtime."""
         return reserved_bytes(self.allocated) + self.runtime
+
+
+#: By how much a bound is lowered, since sums of the same seconds in another order differ in rounding.
+_ROUNDED = 1 - 1e-12
 
 
 class Evaluator:
@@ -109,15 +114,23 @@ class Evaluator:
         compiled = any(self._compiles(each, flow.schedule, pipeline > 1) for each in modes)
         return self._least_of_stages(_without_store(cut.choice(flow, mode or "none")), compiled)[0]
 
-    def least_of_store(self, choice: Choice) -> float:
-        """Return a lower bound, in seconds, for one layout, from what its first pipeline rank exchanges: from
-        ZeRO 2 on beside all that it computes, else beside one micro-batch.
+    def least_of_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> float:
+        """Return a lower bound, in seconds, for every one of these stores of a cut, flow and mode.
+
+        Some pipeline rank exchanges at least its share of what all do, which ZeRO 2 and 3 hide behind all that
+        it computes, and others behind one micro-batch.
         """
-        of_stages, of_micro_batch = self._least_alone(choice)
-        exchanged, updates = self._of_data_ranks(replace(choice, checkpointing="none"))
-        if choice.layout.zero > 1:
-            return max(of_stages, exchanged) + updates
-        return of_stages + max(0.0, exchanged - of_micro_batch) + updates
+        of_stages, of_micro_batch = self._least_alone(cut.choice(flow, mode))
+        exchanges, bounds = self._exchanges(cut), list[float]()
+        for store in stores:
+            gather, scatter, replicas, *_ = exchanges[store]
+            if store.zero > 1:
+                each = scatter + gather * (store.zero == 3)
+                bounds.append(max(of_stages, flow.count * each + replicas))
+            else:
+                exchanged = scatter + replicas + gather * store.zero
+                bounds.append(of_stages + max(0.0, exchanged - of_micro_batch))
+        return min(bounds) * _ROUNDED
 
     def least(self, choice: Choice) -> float:
         """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""
@@ -135,12 +148,18 @@ class Evaluator:
         return self._timer_of(choice, self.work(choice), compiled).least_of_stages()
 
     @remembered
-    def _of_data_ranks(self, choice: Choice) -> tuple[float, float]:
-        """Return the seconds of what the first pipeline rank exchanges for its blocks in a step, and of its
-        update.
-        """
-        ranks, parameters = self._timer(choice).data_ranks, self._parameters(choice.layout, 0)
-        return ranks.of_blocks(parameters), ranks.update(parameters)
+    def _exchanges(self, cut: Cut) -> dict[Store, Exchange]:
+        """Return, for each store of a cut, the seconds in which a rank exchanges its share of the blocks."""
+        exchanges, flow = dict[Store, Exchange](), cut.flows[0]
+        for store in cut.stores:
+            choice = cut.choice(flow, "none", store)
+            ranks, pipeline = self._timer(choice).data_ranks, choice.layout.pipeline
+            whole = self._parameters(replace(choice.layout, pipeline=1, virtual_stages=1, v_shape=False), 0)
+            blocks = whole.stages[0][: len(whole.stages[0]) - self.request.config.mtp_blocks]
+            of_blocks = [(ranks.exchange(group), number / pipeline) for group, number in blocks]
+            shares = [[seconds * share for seconds in each] for each, share in of_blocks]
+            exchanges[store] = Exchange(*map(sum, zip(*shares, strict=True)))
+        return exchanges
 
     @remembered
     def _whole_model(self, layout: Layout, several: bool, micro_batch: int, once: bool) -> float:

@@ -1,16 +1,16 @@
 """Find the fastest layouts that fit, by a best-first search (Hart et al. 1968) over groups of layouts.
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
-is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter; a flow and a store have two bounds in turn, and a layout is timed in full at the end. What is timed waits for its
-turn like the groups: if it comes first, no layout is faster. So the search finds what timing every layout
-would find. What is opened is among the fastest or does not fit, so the counted reasons are those of layouts
-that could have been faster.
+is first a cut of the model, then also a flow, then a mode with a ZeRO stage, and a store. Each of these steps
+makes the bound tighter; a flow and a store have two bounds in turn, and a layout is timed in full at the end.
+What is timed waits for its turn like the groups: if it comes first, no layout is faster. So the search finds
+what timing every layout would find. What is opened is among the fastest or does not fit, so the counted
+reasons are those of layouts that could have been faster.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -19,7 +19,7 @@ from typing import Any
 from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ..memory import MemoryPlan
-from .candidates import Cut, Flow, candidates
+from .candidates import Cut, Flow, Store, candidates
 from .choice import Choice, recipe_of
 from .evaluate import Answer, Evaluator
 from .request import Request
@@ -149,32 +149,23 @@ class _Search:
 
     def _open_flow(self, cut: Cut, flow: Flow) -> None:
         for mode in flow.modes:
-            self._push(len(cut.stores), self.evaluator.least_of_flow, self._open_mode, cut, flow, mode)
+            for stores in cut.stores_by_zero:
+                self._push_stores(cut, flow, mode, stores)
 
-    def _open_mode(self, cut: Cut, flow: Flow, mode: Checkpointing) -> None:
-        """Open the stores of each ZeRO stage of which the one that needs least memory fits."""
-        left = list(cut.stores)
-        for least in cut.least_stores:
-            alike = [cut.choice(flow, mode, store) for store in left if store.zero == least.zero]
-            choice = cut.choice(flow, mode, least)
-            if (short := self._short(choice)) is None:
-                for each in alike:
-                    self._push_store(cut, each, self.evaluator.least_of_store, self._open_store)
-            elif short[1].activations + short[1].pipeline + self.request.runtime > self.request.room:
-                self._count_memory(choice, *short, len(left))  # no store changes it
-                break
-            else:
-                self._count_memory(choice, *short, len(alike))
-            left = [store for store in left if store.zero != least.zero]
+    def _push_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
+        least = self.evaluator.least_of_stores
+        self._push(len(stores), least, self._open_stores, cut, flow, mode, stores)
 
-    def _push_store(
-        self, cut: Cut, choice: Choice, least: Callable[[Choice], float], then: Callable[..., None]
-    ) -> None:
-        self._push(1, lambda _, choice: least(choice), then, cut, choice)
-
-    def _open_store(self, cut: Cut, choice: Choice) -> None:
-        """Let a layout wait once more, by the tighter one of its two bounds, which takes more work."""
-        self._push_store(cut, choice, self.evaluator.least, self._time)
+    def _open_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
+        """Open the stores of a ZeRO stage, if the one that needs least memory fits, or a single one."""
+        choice = cut.choice(flow, mode, stores[0])
+        if len(stores) == 1:
+            self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, choice)
+        elif (short := self._short(choice)) is not None:
+            self._count_memory(choice, *short, len(stores))
+        else:
+            for store in stores:
+                self._push_stores(cut, flow, mode, (store,))
 
     def _time(self, cut: Cut, choice: Choice) -> None:
         """Evaluate a layout in full, and let it wait again if every one of its ranks fits."""

@@ -88,15 +88,6 @@ class DataRanks:
             "weights": summed + packing if self.work.in_two else 0.0,
         }
 
-    def of_blocks(self, parameters: RankParameters) -> float:
-        """Return the seconds of what FSDP exchanges for the blocks of a rank in a step, hidden or not."""
-        work, zero = self.work, self.layout.zero
-        gathers, replicas = work.micro_batches if zero == 3 else int(zero > 0), sums_of_replicas(work, root=False)
-        return sum(
-            number * (each.gather * gathers + each.scatter * sums(work) + each.replicas * replicas)
-            for each, number in ((self.exchange(group), number) for group, number in parameters.blocks)
-        )
-
     def once(self, stages: Iterable[StageSeconds], parameters: RankParameters) -> float:
         """Return the exposed seconds of what a rank with these stages exchanges once a step."""
         layout, exposed, seconds = self.layout, self.links.exposed, 0.0

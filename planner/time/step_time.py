@@ -187,8 +187,8 @@ class StepTimer:
         return (of_stages or self.least_of_stages()[0]) + self._exchange + self._updates
 
     def least_of_stages(self) -> tuple[float, float]:
-        """Return a lower bound of the seconds from the first forward to the last backward, and the seconds
-        that the first pipeline rank computes for one micro-batch.
+        """Return a lower bound of the seconds from the first forward to the last backward, and the most
+        seconds in which a pipeline rank computes one micro-batch.
 
         A pipeline rank starts after the forward of the stages before its first one, and is then busy. If its
         last action is a whole backward, the backward of the stages before follows.
@@ -199,7 +199,7 @@ class StepTimer:
             costs = self._of_rank[alike][0].costs
             back = 0.0 if self.work.in_two else costs["B"] + self._sending
             waits += costs["F"] + self._sending + back
-        return least, self._busy[0] / self.work.micro_batches
+        return least, max(self._busy) / self.work.micro_batches
 
 
 @lru_cache(maxsize=4096)  # layouts that differ in their data ranks may share one
