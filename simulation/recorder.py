@@ -116,7 +116,7 @@ class Recorder(LiveBytes):
         self.steps: list[Step] = [""]
         self.after = [0]
         #: Whether a weight is trained, by its storage and those of casts of it.
-        self._trained = dict[object, bool](weights or {})
+        self._trained = dict[object, bool]((weights or {}).items())
         self._chain: _Chain | None = None
 
     @property

@@ -117,8 +117,8 @@ class Evaluator:
     def least_of_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> float:
         """Return a lower bound, in seconds, for every one of these stores of a cut, flow and mode.
 
-        Some pipeline rank exchanges at least its share of what all do, which ZeRO 2 and 3 hide behind all that
-        it computes, and others behind one micro-batch.
+        Some pipeline rank exchanges at least its share of what all do. ZeRO 2 and 3 hide that behind all that
+        it computes, the others behind one micro-batch.
         """
         of_stages, of_micro_batch = self._least_alone(cut.choice(flow, mode))
         exchanges, bounds = self._exchanges(cut), list[float]()

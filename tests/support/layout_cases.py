@@ -34,6 +34,7 @@ from trilith.data import Batch
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state import state as state_module
 from trilith.parallel_state.engine import local_data
+from trilith.parallel_state.process_groups import new_group
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.collectives import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
@@ -194,28 +195,29 @@ def _shared_groups() -> Iterator[None]:
     threads that wake a hundred times a second, and DTensor remembers an equal mesh of an earlier row.
     """
     groups: dict[object, list[dist.ProcessGroup]] = {}
-    start, make = ParallelState.start.__func__, state_module.new_group  # type: ignore[attr-defined]
+    start, patch = ParallelState.start.__func__, pytest.MonkeyPatch()  # type: ignore[attr-defined]
 
-    def shared(cls: type[ParallelState], layout: Layout, **options: Any) -> ParallelState:
+    def shared(cls: type[ParallelState], layout: Layout, /, **options: Any) -> ParallelState:
         sizes = layout.pipeline, layout.data_sizes(), layout.data_sizes(experts=True), layout.tensor
         # Every rank asks for as many groups, in the same order: also after the start, for the first time.
         alike = groups.setdefault((*sizes, layout.context), [])
         place = count()
 
-        def new_group(ranks: Sequence[int], *args: Any, **options: Any) -> dist.ProcessGroup:
+        def next_group(ranks: Sequence[int], *args: Any, **options: Any) -> dist.ProcessGroup:
             if (number := next(place)) == len(alike):
-                alike.append(make(ranks, *args, **options))
+                alike.append(new_group(ranks, *args, **options))
             assert dist.get_process_group_ranks(alike[number]) == [*ranks]
             return alike[number]
 
-        state_module.new_group = new_group
+        patch.setattr(state_module, "new_group", next_group)
         state: ParallelState = start(cls, layout, **options)
         return state
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_module, "new_group", make)
-        patch.setattr(ParallelState, "start", classmethod(shared))
+    patch.setattr(ParallelState, "start", classmethod(shared))
+    try:
         yield
+    finally:
+        patch.undo()
 
 
 class _Run:
