@@ -13,20 +13,3 @@ from .limits import OverLimit, bounded, check_enough, most_at_once
 from .refusals import Refusal, refusal_of
 from .standard_streams import quiet_libraries
 from .text import visible, whole_number
-
-__all__ = [
-    "OverLimit",
-    "Refusal",
-    "bounded",
-    "check_enough",
-    "counted",
-    "most_at_once",
-    "no_garbage_search",
-    "quiet_libraries",
-    "refusal_of",
-    "search_garbage_rarely",
-    "search_less_often",
-    "manual_gc",
-    "visible",
-    "whole_number",
-]
