@@ -20,9 +20,8 @@ from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.small_files import read_json
 from ..system import counted
 from .continuation import Continuation
-from .generate import check_length, generate
+from .generate import Sampling, check_length, generate
 from .prompts import Prompt, prompt_ids
-from .sampling import Sampling
 
 if TYPE_CHECKING:
     from ..models import CausalLM

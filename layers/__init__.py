@@ -72,7 +72,6 @@ from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .parallel_linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
 from .recurrent.gated_delta_net import GatedDeltaNet
 from .recurrent.mamba2 import Mamba2
-from .rope_frequencies import inverse_frequencies, yarn_scale
-from .rotary import Rope, RotaryEmbedding
+from .rope import Rope, RotaryEmbedding, inverse_frequencies, yarn_scale
 from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts
 from .token_losses import IGNORE

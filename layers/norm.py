@@ -15,8 +15,8 @@ from ..parallel_state import (
     local,
 )
 from .collectives import copy_to_tensor, reduce_from_tensor
-from .device_constants import HostNumbers
 from .head_groups import HeadGroups
+from .host_numbers import HostNumbers
 from .parallel_linear import refuse_state
 
 

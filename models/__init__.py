@@ -15,6 +15,5 @@ from .llama import LLAMA, Llama, LlamaConfig
 from .lora.config import LoraConfig
 from .lora.family import AdaptedFamily, adapted
 from .lora.targets import PEFT_PREFIX, Site
-from .sizes import Size, published_size, published_sizes
-from .tiny_config import tiny_config
+from .sizes import Size, published_size, published_sizes, tiny_config
 from .zoo import FAMILIES, Implementation, family_of, implementation_of, implemented_by

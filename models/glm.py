@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
+from .base.keys import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .expert_block import GROUPED_EXPERTS, MultiTokenConfig, corrected_router, grouped_experts
 from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout, LayerNorm
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
+from .base.keys import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
 from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
 from .llama import LLAMA_NAMES, decoder

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, DropoutRate, Epsilon, Fixed, Whole
+from .base.keys import NO, DropoutRate, Epsilon, Fixed, Whole
 from .base.names import Entry, fused
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder

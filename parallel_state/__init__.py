@@ -30,7 +30,7 @@ from .initial_weights import OWN, Constant, Initial, LogUniform, Normal, Own, Un
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
-from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
+from .parameters import DeclaredModule, declare, declare_parameter, initialize, local, stored_box
 from .pieces import Piece
 from .process_groups import (
     BACKENDS,
@@ -41,4 +41,3 @@ from .process_groups import (
     own_device,
 )
 from .state import ParallelState, alone_or, state_of
-from .user_parameters import declare

@@ -6,9 +6,8 @@ from functools import lru_cache
 from typing import get_args
 
 from ..parallel_state import Layout
-from .schedule_actions import Action, Kind
+from .schedule_actions import Action, Kind, walk
 from .schedule_kinds import schedule_kind
-from .walk import walk
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.
 UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

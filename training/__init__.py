@@ -14,11 +14,10 @@ from .optimizer import make_adamw
 from .precision import Precision
 from .run_plan import RunPlan, check_run
 from .samples import shard_batch
-from .skipped_updates import LossScale
 from .step import Step
 from .step_sums import StepResult
 from .supervised import run
 from .token_loss import TokenLoss
 from .trainer import Trainer
-from .update import Update
+from .update import LossScale, Update
 from .zero_on_fsdp import shard_over_data

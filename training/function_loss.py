@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.host_copies import change_alike
+from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState
 from ..parallel_state.engine import accelerator
 from .loss import Fault, Loss, Scales, Sums

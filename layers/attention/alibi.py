@@ -13,7 +13,7 @@ from math import floor, log2
 import torch
 from torch import Tensor
 
-from ..device_constants import HostNumbers
+from ..host_numbers import HostNumbers
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]

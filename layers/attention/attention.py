@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
-from ..device_constants import HostNumbers
 from ..dropout import own_random
+from ..host_numbers import HostNumbers
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .alibi import Alibi
 from .backends import AttentionCall, PinnedBackend

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState
 from ..context_chunks import own_chunks, token_places
-from ..host_copies import on_host
+from ..host_numbers import on_host
 from .kernel_checks import is_right
 
 

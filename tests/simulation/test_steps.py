@@ -18,7 +18,7 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers.host_copies import on_host
+from trilith.layers.host_numbers import on_host
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
 from trilith.pipeline.relay import Travels
