@@ -12,7 +12,6 @@ from .activation_checkpointing import (
     keep_aside,
     recomputes_operators,
 )
-from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, AttentionLayer, SharedHeads
 from .attention.backends import AttentionCall, PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
@@ -26,6 +25,7 @@ from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
+from .attention.scores import Alibi, alibi_slopes
 from .attention.visible import documents
 from .chunked_loss import automatic_chunk, chunked_cross_entropy
 from .collectives import (

@@ -12,13 +12,12 @@ from ...parallel_state import Initial, ParallelState, alone_or, local, shared_un
 from ..dropout import own_random
 from ..host_numbers import HostNumbers
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
-from .alibi import Alibi
 from .backends import AttentionCall, PinnedBackend
-from .causal import call_of, causal_attention, merge_heads, score_name, split_heads
+from .causal import call_of, causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
 from .kernel_checks import checked_backend
 from .mask import AttentionScope
-from .sinks import Sinks
+from .scores import Alibi, Scores, Sinks
 
 
 class AttentionLayer(nn.Module):
@@ -62,21 +61,19 @@ class AttentionLayer(nn.Module):
         """
         return self.state.context.size == 1 and not (self.dropout and self.state.tensor.size > 1)
 
+    @property
+    def scores(self) -> Scores:
+        """Return what becomes of the scores, in the mode that the layer is in."""
+        sinks = None if self.sinks is None else local(self.sinks.weight)
+        dropout = self.dropout if self.training else 0.0
+        return Scores(self.scale, self.soft_cap, sinks, self.alibi, dropout)
+
     def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
-        dropout = self.dropout if self.training else 0.0
-        with own_random(self.state, split=dropout > 0):
+        scores = self.scores
+        with own_random(self.state, split=scores.dropout > 0):
             heads_BHSE = causal_attention(
-                q_BHSE,
-                k_BKTE,
-                v_BKTE,
-                scope,
-                dropout=dropout,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-                sinks=None if self.sinks is None else local(self.sinks.weight),
-                alibi=self.alibi,
-                backend=self.backend,
+                q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend
             )
         return merge_heads(heads_BHSE)
 
@@ -87,9 +84,7 @@ class AttentionLayer(nn.Module):
 
     def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""
-        dropout = self.dropout if self.training else 0.0
-        score = score_name(soft_cap=self.soft_cap is not None, sinks=self.sinks is not None, alibi=self.alibi)
-        return call_of(q_BHSE, self.value_dim, scope, dropout=dropout, score=score, width=self.key_dim)
+        return call_of(q_BHSE, self.value_dim, scope, self.scores, width=self.key_dim)
 
 
 class Attention(AttentionLayer):

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
-from .alibi import Alibi
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
-from .sinks import add_sinks, sinks_gradient
+from .scores import Alibi, Scores, add_sinks, sinks_gradient
 
 
 def context_attention(
@@ -30,12 +29,7 @@ def context_attention(
     k_BKSE: Tensor,
     v_BKSE: Tensor,
     scope: ContextScope,
-    *,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Alibi | None = None,
+    scores: Scores,
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 
@@ -45,10 +39,8 @@ def context_attention(
     generator, which should differ between the context ranks. Collective over the context ranks, in backward
     too.
     """
-    scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
-    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, fused=scope.fused(q_BHSE))
-    return _attention(q_BHSE, k_BKSE, v_BKSE, sinks, scope, settings, alibi)
+    settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=scope.fused(q_BHSE))
+    return _attention(q_BHSE, k_BKSE, v_BKSE, scores.sinks, scope, settings, scores.alibi)
 
 
 class _ContextAttention(torch.autograd.Function):
