@@ -7,10 +7,9 @@ from ..data.text.tokenizer_loading import Message
 from ..parallel_state import Layout, dtype_named
 from ..runs.launch import check_launch, device_here, device_words, process_group
 from ..system import counted
-from .continuation import Continuation
 from .generate import generate, most_new_tokens
-from .prompts import prompt_ids
 from .request import Request, loaded_model, prepare
+from .text import Continuation, prompt_ids
 
 #: The message that begins a new conversation.
 ANEW = "/new"

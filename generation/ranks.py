@@ -23,8 +23,8 @@ from ..runs.launch import (
 from ..storage.disk import writing
 from ..storage.output_places import check_output_file
 from ..storage.staging import output_file
-from .continuation import Continuation
 from .request import Prepared, Request, continue_prompts, prepare
+from .text import Continuation
 
 
 def run_generation(

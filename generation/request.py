@@ -19,9 +19,8 @@ from ..runs.launch import own_rank
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.small_files import read_json
 from ..system import counted
-from .continuation import Continuation
 from .generate import Sampling, check_length, generate
-from .prompts import Prompt, prompt_ids
+from .text import Continuation, Prompt, prompt_ids
 
 if TYPE_CHECKING:
     from ..models import CausalLM

@@ -12,15 +12,17 @@ from .activation_checkpointing import (
     keep_aside,
     recomputes_operators,
 )
-from .attention.attention import Attention, AttentionLayer, SharedHeads
-from .attention.backends import AttentionCall, PinnedBackend
-from .attention.causal import causal_attention, merge_heads, split_heads
-from .attention.chosen_backend import (
+from .attention.attention import (
+    Attention,
+    AttentionLayer,
+    SharedHeads,
     attention_backends,
     attention_calls,
     attention_kinds,
     set_attention_backend,
 )
+from .attention.backends import AttentionCall, PinnedBackend
+from .attention.causal import causal_attention, merge_heads, split_heads
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
@@ -66,7 +68,7 @@ from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
 from .lora import attach_lora, linears, lora_scale
-from .loss import bounded, valid_tokens, vocab_parallel_cross_entropy
+from .loss import IGNORE, bounded, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .parallel_linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -74,4 +76,3 @@ from .recurrent.gated_delta_net import GatedDeltaNet
 from .recurrent.mamba2 import Mamba2
 from .rope import Rope, RotaryEmbedding, inverse_frequencies, yarn_scale
 from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts
-from .token_losses import IGNORE

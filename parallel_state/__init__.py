@@ -16,7 +16,6 @@ from ..system.errors import (
     nearest_divisors,
     nearest_multiples,
 )
-from .boxes import Box, shared_units
 from .collective_errors import rank_at_fault, together
 from .collective_order import CollectiveOrder
 from .data_types import dtype_name, dtype_named
@@ -31,7 +30,7 @@ from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare, declare_parameter, initialize, local, stored_box
-from .pieces import Piece
+from .pieces import Box, Piece, shared_units
 from .process_groups import (
     BACKENDS,
     FILES_TIMEOUT,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..system.errors import BadInput
-from .boxes import Box
 from .declaration import BUFFER_DTYPE, Cut, Declaration, declarations
 from .engine import is_dtensor, local_data
 from .initial_weights import OWN, Initial, Own, fill, seed_of
+from .pieces import Box
 from .state import ParallelState, alone_or
 
 

@@ -1,6 +1,6 @@
 """Compute when each rank computes what in a pipeline step: torch's order of actions, timed by unit costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
@@ -190,3 +190,33 @@ def most_held(order: Sequence[Action]) -> dict[int, Held]:
         if size > largest:
             most, largest = {stage: Held(*both) for stage, both in now.items()}, size
     return most
+
+
+def timetable_lines(table: Timetable, *, width: int = 110) -> Iterator[str]:
+    """Return the timetable in as many blocks of lines as ``width`` columns need.
+
+    ``F3`` is a forward for micro-batch 3, ``B3`` its backward, ``I3`` and ``W3`` the two halves of one. Small
+    letters are of the rank's second and later stages. Dots are waiting.
+    """
+    micro_batches = 1 + max(timed.action.micro_batch for rank in table.ranks for timed in rank)
+    cell = 2 + len(str(micro_batches - 1))
+    rows = [_row(table, rank, cell) for rank in range(len(table.ranks))]
+    length = max(map(len, rows))
+    width = max(cell, (width - 9) // cell * cell)
+    for start in range(0, length, width):
+        for rank, row in enumerate(rows):
+            yield f"rank {rank:<3} {row[start : start + width].rstrip()}"
+        if start + width < length:
+            yield ""
+
+
+def _row(table: Timetable, rank: int, cell: int) -> str:
+    first = table.layout.stages_of(rank)[0]
+    columns = ["." + " " * (cell - 1)] * round(table.length)
+    for timed in table.ranks[rank]:
+        begin, stop = round(timed.start), round(timed.stop)
+        word = str(timed.action) if timed.action.stage == first else str(timed.action).lower()
+        columns[begin] = word.ljust(cell)
+        for column in range(begin + 1, stop):
+            columns[column] = "-" * (cell - 1) + " "
+    return "".join(columns)

@@ -7,9 +7,8 @@ evaluation.
 
 from .callbacks import Callback
 from .evaluation import Evaluator
-from .function_loss import FunctionLoss
 from .learning_rate import Schedule
-from .loss import Fault, Loss, Sums, Term
+from .loss import Fault, FunctionLoss, Loss, Sums, Term
 from .optimizer import make_adamw
 from .precision import Precision
 from .run_plan import RunPlan, check_run

@@ -23,8 +23,7 @@ from ..recipes.recipe import Recipe
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
-from .function_loss import FunctionLoss, as_loss, refuse_uncut
-from .loss import Loss
+from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily

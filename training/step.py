@@ -28,8 +28,7 @@ from ..parallel_state.engine import fsdp_modules, is_sharded
 from ..pipeline import Stages, check_schedule, schedule_kind
 from ..system import counted
 from .evaluation import evaluating
-from .function_loss import as_loss, refuse_uncut
-from .loss import Loss
+from .loss import Loss, as_loss, refuse_uncut
 from .precision import compute_dtype, computing, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
 from .step_sums import StepInputs, StepReport, StepResult, StepSums, checked_counts
