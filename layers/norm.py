@@ -82,10 +82,7 @@ class LayerNorm(DeclaredModule):
         refuse_state(eps, "LayerNorm", "eps")
         self.dim, self.eps, self.state = dim, eps, alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
-        if bias:
-            _declare_norm(self, "bias", dim, 0.0, self.state, heads=heads)
-        else:
-            self.register_parameter("bias", None)
+        _declare_norm(self, "bias", dim if bias else None, 0.0, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
@@ -195,7 +192,8 @@ class HeadsLayerNorm(_HeadsNorm):
 
 
 def _declare_norm(
-    module: nn.Module, name: str, dim: int, value: float, state: ParallelState, *, heads: bool = False
+    module: nn.Module, name: str, dim: int | None, value: float, state: ParallelState, *, heads: bool
 ) -> None:
     partial = ("tensor",) if state.sequence or heads else ()
-    declare_parameter(module, name, Declaration((dim,), partial=partial, initial=Constant(value)), state)
+    stated = None if dim is None else Declaration((dim,), partial=partial, initial=Constant(value))
+    declare_parameter(module, name, stated, state)

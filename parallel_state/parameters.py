@@ -41,9 +41,15 @@ def _global_seed() -> int:
 
 
 def declare_parameter(
-    module: nn.Module, name: str, declaration: Declaration, state: ParallelState, *, plain: bool = False
-) -> nn.Parameter:
-    """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration.
+    module: nn.Module,
+    name: str,
+    declaration: Declaration | None,
+    state: ParallelState,
+    *,
+    plain: bool = False,
+) -> None:
+    """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration; of
+    ``None`` a parameter that is ``None``.
 
     Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
     ``BUFFER_DTYPE`` and requires no gradient. On a real device the parameter is filled at once from torch's
@@ -51,6 +57,9 @@ def declare_parameter(
     on several tensor ranks either, for code that computes with parameters as they are. Raises ``BadInput`` if
     the layout cannot cut it evenly.
     """
+    if declaration is None:
+        module.register_parameter(name, None)
+        return
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
     local = torch.empty(box.shape, dtype=BUFFER_DTYPE if declaration.buffer else None)
@@ -68,11 +77,9 @@ def declare_parameter(
         local = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-    parameter = nn.Parameter(local, requires_grad=not declaration.buffer)
-    module.register_parameter(name, parameter)
+    module.register_parameter(name, nn.Parameter(local, requires_grad=not declaration.buffer))
     module.__dict__.setdefault("declared", {})[name] = declaration
     module.__dict__["declared_state"] = state
-    return parameter
 
 
 def local(parameter: Tensor) -> Tensor:

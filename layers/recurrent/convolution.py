@@ -54,10 +54,7 @@ class CausalConvolution(DeclaredModule):
             self.add_module(name, holder)
             self.parts.append(OutputPart(holder, rows, here))
             declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
-            if bias:
-                declare_parameter(holder, "bias", replace(weight, shape=(count,)), self.state)
-            else:
-                holder.register_parameter("bias", None)
+            declare_parameter(holder, "bias", replace(weight, shape=(count,)) if bias else None, self.state)
 
     def forward(self, inputs: Sequence[Tensor], runs: Runs) -> tuple[Tensor, ...]:
         """Return the convolutions of the ``inputs``, of the same shapes."""
