@@ -51,9 +51,8 @@ from .embedding import (
     gather_logits,
     padded_vocabulary,
 )
-from .experts.clamped_experts import ClampedExperts
 from .experts.dispatch import Dispatch
-from .experts.experts import Experts
+from .experts.experts import ClampedExperts, Experts
 from .experts.grouped_matmul import grouped_mm
 from .experts.load_balancing import (
     Balance,

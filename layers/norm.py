@@ -13,6 +13,7 @@ from ..parallel_state import (
     alone_or,
     declare_parameter,
     local,
+    shared_units,
 )
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .head_groups import HeadGroups
@@ -108,7 +109,7 @@ class _HeadsNorm(DeclaredModule):
         super().__init__()
         self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
         size, index = self.state.tensor.size, self.state.tensor.index
-        heads_of = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
+        heads_of = [shared_units(heads, size, rank) for rank in range(size)]
         cut: Cut | None = Cut(0, unit=shape[0] // heads)
         partial: tuple[str, ...] = ()
         self.rows: slice | None = None

@@ -5,14 +5,16 @@ Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with `
 order; and ``Stages``, a model that runs over its stages, with or without a backward.
 """
 
-from .bubble import bubble, bubble_share, micro_batches_for
 from .schedule_actions import Action
 from .schedule_kinds import (
     SCHEDULE_NAMES,
     ScheduleKind,
     ScheduleName,
+    bubble,
+    bubble_share,
     check_recomputation,
     check_schedule,
+    micro_batches_for,
     schedule_kind,
 )
 from .stages import Stages

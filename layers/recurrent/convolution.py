@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or, declare_parameter
 from ..mlp import activation
 from ..parallel_linear import OutputPart, cut_units
-from .recompute import recomputed
-from .runs import Runs
+from .runs import Runs, recomputed
 
 
 class CausalConvolution(DeclaredModule):
