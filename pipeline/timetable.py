@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import get_args
 
 from ..parallel_state import Layout
-from .schedule_actions import Action, Kind, walk
+from .schedule_actions import Action, Event, Kind, walk
 from .schedule_kinds import schedule_kind
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.
@@ -74,57 +72,34 @@ def timetable(
     ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
     end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
-    shape = name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches
-    placed = _placed(*shape)
+    events = walk(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
-    times = zip(*_times(placed, layout.pipeline, of_stage, sending), strict=True)
-    for event, (start, stop) in zip(walk(*shape), times, strict=True):
+    times = zip(*_times(events, layout.pipeline, of_stage, sending), strict=True)
+    for event, (start, stop) in zip(events, times, strict=True):
         ranks[event.rank].append(Timed(event.action, start, stop))
     return Timetable(layout, tuple(map(tuple, ranks)))
 
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
-
-
-#: What an action waits for, in numbers, because a timetable may have 100,000 actions: the place of its cost
-#: in a table that lists, stage by stage, the costs of each kind; rank, ``needs`` and ``away`` of its
-#: ``Event``; and the place of the cost of the action that sends with it (``Action.paired``), or -1.
-_Placed = tuple[int, int, int, bool, int]
-
-
-@lru_cache(maxsize=64)
-def _placed(
-    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
-) -> list[_Placed]:
-    """Return what each event of the walk waits for. It does not depend on costs, so the steps of many layouts
-    are timed by one.
-    """
-    events = walk(name, pipeline, virtual_stages, v_shape, micro_batches)
-    costs = [stage * len(_KINDS) + _NUMBER[kind] for (kind, stage, _, _), *_ in events]
-    return [
-        (cost, rank, needs, away, costs[number + 1] if action.paired else -1)
-        for number, (cost, (action, rank, needs, away)) in enumerate(zip(costs, events, strict=True))
-    ]
-
-
 def _times(
-    order: Sequence[_Placed], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
+    events: Sequence[Event], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
 ) -> tuple[list[float], list[float]]:
-    """Return when each action of an order starts and stops."""
-    cost_of = [costs[kind] for costs in of_stage for kind in _KINDS]
-    free, ready = [0.0] * ranks, [0.0] * len(order)
-    starts, stops = [0.0] * len(order), [0.0] * len(order)
-    for number, (cost, rank, needs, away, after) in enumerate(order):
+    """Return when each of a walk's events starts and stops. There may be 100,000."""
+    free = [0.0] * ranks
+    starts, stops, ready = list[float](), list[float](), list[float]()
+    for number, ((kind, stage, _, paired), rank, needs, away) in enumerate(events):
         start = free[rank]
         if needs >= 0:
             come = ready[needs] + sending if away else ready[needs]
             if come > start:
                 start = come
-        stop = start + cost_of[cost]
-        starts[number], stops[number], free[rank] = start, stop, stop
-        ready[number] = stop if after < 0 else stop + cost_of[after]
+        stop = free[rank] = start + of_stage[stage][kind]
+        starts.append(start)
+        stops.append(stop)
+        if paired:  # it is sent together with what the next action gives
+            kind, stage, *_ = events[number + 1].action
+            stop += of_stage[stage][kind]
+        ready.append(stop)
     return starts, stops
 
 
@@ -140,8 +115,8 @@ def step_length(
     """
 
     def length(number: int) -> float:
-        placed = _placed(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
-        return max(_times(placed, layout.pipeline, costs, sending)[1])
+        events = walk(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
+        return max(_times(events, layout.pipeline, costs, sending)[1])
 
     few = few_micro_batches(name, layout, micro_batches)
     if few == micro_batches:
