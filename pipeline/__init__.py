@@ -18,4 +18,4 @@ from .schedule_kinds import (
     schedule_kind,
 )
 from .stages import Stages
-from .timetable import Held, Timed, Timetable, layout_of, timetable
+from .timetable import Timed, Timetable, layout_of, timetable

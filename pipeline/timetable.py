@@ -45,8 +45,7 @@ class Timetable:
         """Return the most activations that a rank holds at once; those of one stage for one micro-batch
         count as one.
         """
-        held_of_stage = most_held([timed.action for timed in self.ranks[rank]])
-        return sum(held_there.micro_batches for held_there in held_of_stage.values())
+        return most_held([timed.action for timed in self.ranks[rank]])[0]
 
 
 def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> Layout:
@@ -134,36 +133,16 @@ def few_micro_batches(name: str, layout: Layout, micro_batches: int) -> int:
     return few
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Count the micro-batches whose activations a stage holds, from the forward to the end of the backward.
-
-    ``halfway`` counts those whose input gradient is computed and whose weight gradient is not; they also hold
-    what the weight gradient is computed from.
+def most_held(order: Sequence[Action]) -> tuple[int, int]:
+    """Count the micro-batches whose activations a rank holds, from the forward to the end of the backward, at
+    the instant when it holds most; and those whose input gradient is computed and whose weight gradient is
+    not: they also hold what the weight gradient is computed from, half as much again.
     """
-
-    micro_batches: int = 0
-    halfway: int = 0
-
-
-def most_held(order: Sequence[Action]) -> dict[int, Held]:
-    """Count the micro-batches that each stage of a rank holds, at the instant when the rank holds most."""
-    now = {action.stage: [0, 0] for action in order}
-    most, largest, size = dict.fromkeys(now, Held()), 0, 0  # sizes in halves of an activation
-    for action in order:
-        counts = now[action.stage]
-        if action.kind == "F":
-            counts[0] += 1
-            size += 2
-        elif action.kind == "I":
-            counts[1] += 1
-            size += 1
-        else:
-            counts[0] -= 1
-            counts[1] -= action.kind == "W"
-            size -= 2 + (action.kind == "W")
-        if size > largest:
-            most, largest = {stage: Held(*both) for stage, both in now.items()}, size
+    now = most = 0, 0
+    for kind, *_ in order:
+        whole, halfway = now
+        now = whole + {"F": 1, "I": 0}.get(kind, -1), halfway + (kind == "I") - (kind == "W")
+        most = max(most, now, key=lambda counts: 2 * counts[0] + counts[1])
     return most
 
 

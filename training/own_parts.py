@@ -1,7 +1,5 @@
 """Make what a run of a user's module has beside it, its loss and its samples, and check that they fit."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping
