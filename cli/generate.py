@@ -66,9 +66,9 @@ def generate(
     options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
-    from ..generation.prompts import read_prompts
     from ..generation.ranks import run_generation
     from ..generation.request import Request
+    from ..generation.text import read_prompts
     from ..parallel_state import Layout
 
     prompts, sampling = read_prompts(prompt or [], prompt_file), from_options(Sampling, options)

@@ -30,7 +30,7 @@ def schedule(
         trilith schedule zbv --pipeline 4 --micro-batches 8 --out zbv.png
     """
     from ..pipeline import bubble, layout_of, timetable
-    from ..pipeline.timetable_text import timetable_lines
+    from ..pipeline.timetable import timetable_lines
     from ..runs.terminal import plain_console
 
     name = name.lower()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layers import IGNORE
-from ..layers.host_copies import send
+from ..layers.host_numbers import send
 from ..parallel_state import BadInput
 
 
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; from pinned memory the copy continues after the return. The host
-        still knows the numbers, see ``host_copies``.
+        still knows the numbers, see ``host_numbers``.
         """
         return self._each(lambda tensor: send(tensor, device))
 

@@ -4,5 +4,5 @@ Offers ``generate``, which continues lists of token ids in any layout, and ``Sam
 chosen.
 """
 
+from .generate import Sampling as Sampling
 from .generate import generate as generate
-from .sampling import Sampling as Sampling

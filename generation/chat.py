@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..data.text.tokenizer_loading import Message
-from ..parallel_state import Layout, dtype_named
+from ..parallel_state import Layout
 from ..runs.launch import check_launch, device_here, device_words, process_group
 from ..system import counted
-from .continuation import Continuation
 from .generate import generate, most_new_tokens
-from .prompts import prompt_ids
-from .request import Request, loaded_model, prepare
+from .request import Request, prepare
+from .text import Continuation, prompt_ids
 
 #: The message that begins a new conversation.
 ANEW = "/new"
@@ -35,7 +34,7 @@ def converse(
     prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
     most = prepared.source.model_config.max_position_embeddings
     with process_group(Layout(), device=device) as state:
-        model = loaded_model(prepared.source, prepared.adapter, dtype=dtype_named(request.dtype), state=state)
+        model = prepared.load(state)
         note(f"{request.source} on {device_words(device)}; {ANEW} begins anew, Ctrl-D ends")
         messages: list[Message] = []
         for number, line in enumerate(filter(str.strip, lines)):

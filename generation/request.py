@@ -1,31 +1,21 @@
 """Carry out ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
-
-from ..checkpoints import Source, load_source, read_source, with_adapter
+from ..checkpoints import Source
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
-from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
-from ..runs.launch import own_rank
+from ..parallel_state import BadInput, Layout, ParallelState
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.small_files import read_json
 from ..system import counted
-from .continuation import Continuation
-from .generate import check_length, generate
-from .prompts import Prompt, prompt_ids
-from .sampling import Sampling
-
-if TYPE_CHECKING:
-    from ..models import CausalLM
+from .command import Weights
+from .generate import Sampling, check_length, generate
+from .text import Continuation, Prompt, prompt_ids
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,9 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(Weights):
     """Hold the prompts as ids and the ids that end a row, prepared before any rank starts."""
 
-    source: Source
-    adapter: Source | None
     tokenizer: Tokenizer
     ids: list[list[int]]
     stop: frozenset[int]
@@ -63,20 +51,17 @@ def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
     if "" in request.stop:
         raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
-    first = own_rank() == 0
-    source, adapter = with_adapter(read_source(request.source, whole=first), request.adapter, whole=first)
-    config = source.model_config
+    weights = Weights.of(request.source, request.adapter, layout, request.dtype, "generate")
+    source, config = weights.source, weights.source.model_config
     tokenizer = load_tokenizer(request.tokenizer or source.path)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)
-    (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
-    dtype_named(request.dtype, "generate", "--dtype")
     ids = [
         prompt_ids(prompt, tokenizer, chat=request.chat, system=request.system, where=f"prompt {number}")
         for number, prompt in enumerate(request.prompts, 1)
     ]
     check_length(max(map(len, ids)), request.max_new_tokens, config.max_position_embeddings)
     stop = frozenset() if request.ignore_eos else stop_ids(source, tokenizer)
-    return Prepared(source, adapter, tokenizer, ids, stop)
+    return Prepared(**vars(weights), tokenizer=tokenizer, ids=ids, stop=stop)
 
 
 def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
@@ -104,18 +89,6 @@ class Figures:
         return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"
 
 
-def loaded_model(
-    source: Source, adapter: Source | None, *, dtype: torch.dtype, state: ParallelState
-) -> CausalLM:
-    """Return this rank's part of a model, and of the adapters for it, with the weights of these sources."""
-    model = (adapter or source).family.build(source.model_config, state=state, dtype=dtype)
-    model.to_empty(device=state.device)
-    for weights_source in (source, adapter):
-        if weights_source is not None:
-            load_source(weights_source, model)
-    return model
-
-
 def continue_prompts(
     request: Request,
     prepared: Prepared,
@@ -127,7 +100,7 @@ def continue_prompts(
     """Generate for all prompts, on every rank. ``on_row`` is told each prompt's continuation when its batch
     is done; ``on_text``, for a single prompt, its pieces as they come.
     """
-    model = loaded_model(prepared.source, prepared.adapter, dtype=dtype_named(request.dtype), state=state)
+    model = prepared.load(state)
     began, tokens = time.perf_counter(), 0
     for first, rows in _batches(prepared.ids, request.batch):
         watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]

@@ -20,7 +20,7 @@ from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids, padded_vocabulary
-from .token_losses import IGNORE, LossTerms, logits_gradient, token_losses
+from .loss import IGNORE, LossTerms, logits_gradient, token_losses
 
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
 LOGITS = 64 * 2**20

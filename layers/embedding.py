@@ -109,11 +109,8 @@ class VocabParallelHead(DeclaredModule):
         declaration = _vocabulary(shape, False, initial or Normal(0.02), state)
         self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
-        if bias:
-            declared = _vocabulary((num_embeddings,), False, Constant(0.0), state)
-            declare_parameter(self, "bias", declared, self.state)
-        else:
-            self.register_parameter("bias", None)
+        of_bias = _vocabulary((num_embeddings,), False, Constant(0.0), state)
+        declare_parameter(self, "bias", of_bias if bias else None, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits."""

@@ -18,7 +18,7 @@ class HeadGroups:
         if heads % groups:
             raise BadInput("heads", "groups", expected=f"a divisor of {heads} heads", found=groups)
         size, index, each = state.tensor.size, state.tensor.index, heads // groups
-        here = range(heads * index // size, -(-heads * (index + 1) // size))
+        here = shared_units(heads, size, index)
         self.groups, self.shared = groups, groups % size > 0
         self.held = shared_units(groups, size, index)
         self.counts = [sum(head // each == group for head in here) for group in self.held]

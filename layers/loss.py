@@ -1,15 +1,219 @@
-"""Cross entropy over logits whose vocabulary is cut over the tensor axis; the logits are never gathered."""
+"""Cross entropy over logits whose vocabulary is cut over the tensor axis; the logits are never gathered.
 
-from collections.abc import Callable
-from typing import Any
+Logits are read twice, in their own dtype; arithmetic is in at least fp32, a few rows at a time, which stay
+in the cache: nothing else of the logits' size exists. Compiled, each reading is one kernel.
+
+N tokens  V columns of this rank
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState, alone_or
+from ..parallel_state import BadInput, ParallelState, alone_or, engine
+from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
+from .compile import or_plain
 from .embedding import check_ids, padded_vocabulary
-from .token_losses import IGNORE, LossTerms, Rows, logits_gradient, token_losses
+
+IGNORE = -100
+#: Numbers that are computed at once: 4 MB in fp32 on a CPU, 32 MB on another device.
+BLOCK_ON_CPU, _BLOCK = 2**20, 2**23
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Describe the loss of a token whose logits l have the log-sum-exp Z and the label y.
+
+    It is ``Z - l[y]``; label smoothing spreads a share of the label over the vocabulary, as in
+    ``F.cross_entropy``; ``z_loss * Z**2`` is added (Chowdhery et al. 2022, section 5: 1e-4). ``logit_cap``:
+    the logits are ``bounded`` first. A token whose label is ``ignore`` has no loss. ``compiled``: whether
+    torch's compiler makes the kernels.
+    """
+
+    vocab_size: int
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore: int = IGNORE
+    logit_cap: float | None = None
+    compiled: bool = False
+
+    def true_columns(self, columns: int, state: ParallelState) -> int:
+        """Return how many of this rank's columns are not padding."""
+        return min(max(self.vocab_size - state.tensor.index * columns, 0), columns)
+
+
+class Rows(NamedTuple):
+    """Hold the numbers that the gradient needs for each token, (N,) each.
+
+    ``top``: the largest logit. ``total``: sum of ``exp(logit - top)``. ``target``: the label's column here,
+    0 if it is ``elsewhere``. ``valid``: whether the token counts.
+    """
+
+    top: Tensor
+    total: Tensor
+    target: Tensor
+    elsewhere: Tensor
+    valid: Tensor
+
+
+def token_losses(
+    x_NV: Tensor, labels_N: Tensor, terms: LossTerms, state: ParallelState
+) -> tuple[Tensor, Rows]:
+    """Return the tokens' losses, (N,), and the ``Rows`` for their gradient, with two small all-reduces."""
+    columns = terms.true_columns(x_NV.shape[-1], state)
+    target = labels_N - state.tensor.index * x_NV.shape[-1]
+    elsewhere = (target < 0) | (target >= columns)
+    target = target.masked_fill(elsewhere, 0)
+    top, total, spread = _sums(x_NV[:, :columns], terms)
+    picked = _bounded(x_NV.gather(-1, target.unsqueeze(-1)), terms.logit_cap)[0].squeeze(-1)
+    picked = picked.masked_fill(elsewhere, 0.0)
+    if state.tensor.size > 1:
+        here, top = top, engine.all_reduce(top, state.tensor.group, "max")
+        sums = torch.stack([total * (here - top).exp(), picked, spread])
+        total, picked, spread = engine.all_reduce(sums, state.tensor.group).unbind(0)
+    log_total = total.log()
+    # The differences come first: logits may be so large that a sum with them would lose the logarithm.
+    loss = log_total + (1 - terms.smoothing) * (top - picked)
+    if terms.smoothing:
+        loss = loss + terms.smoothing * (top - spread / terms.vocab_size)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (top + log_total) ** 2
+    valid = labels_N != terms.ignore
+    return loss.masked_fill(~valid, 0.0), Rows(top, total, target, elsewhere, valid)
+
+
+def logits_gradient(
+    x_NV: Tensor, rows: Rows, grad: Tensor, terms: LossTerms, state: ParallelState, *, in_place: bool
+) -> Tensor:
+    """Return the gradient of the logits, in their dtype; ``grad``: that of the losses, (N,) or a scalar.
+
+    ``in_place``: it overwrites the logits.
+    """
+    columns = terms.true_columns(x_NV.shape[-1], state)
+    weight = (grad * rows.valid).to(rows.top.dtype)
+    factor = weight / rows.total
+    if terms.z_loss:
+        factor = factor * (1 + 2 * terms.z_loss * (rows.top + rows.total.log()))
+    target = rows.target.unsqueeze(-1)
+    uniform = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
+    # The label's own entry, rounded once; it is read before the logits are overwritten.
+    hit = weight * (1 - terms.smoothing) + (0.0 if uniform is None else uniform)
+    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
+
+    out = x_NV if in_place else torch.empty_like(x_NV)
+    _write(out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, uniform, terms)
+    out[:, columns:] = 0.0
+    if columns:
+        corrected = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
+        if accelerator.is_host(out.device):  # where scatter_ converts a whole bf16 tensor to fp32 and back
+            out.index_put_((torch.arange(len(out)), rows.target), corrected.squeeze(-1))
+        else:
+            out.scatter_(-1, target, corrected)
+    return out
+
+
+def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each row the largest logit, the sum of ``exp(logit - top)``, and the sum of the logits if
+    smoothing needs it.
+    """
+    settings = (terms.logit_cap, terms.smoothing > 0)
+    if not x.shape[-1]:  # a rank that holds nothing but padding
+        zeros = x.new_zeros(len(x), dtype=_inner(x))
+        return torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros
+    if terms.compiled and not torch.compiler.is_compiling():
+        return cast(tuple[Tensor, Tensor, Tensor], _compiled(_row_sums)(x, *settings))
+    top, total, spread = zip(*(_row_sums(x[rows], *settings) for rows in _blocks(x)), strict=True)
+    return torch.cat(top), torch.cat(total), torch.cat(spread)
+
+
+def _write(
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, terms: LossTerms
+) -> None:
+    """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
+    if terms.compiled and not torch.compiler.is_compiling():
+        _compiled(_write_rows)(out, x, top, factor, uniform, terms.logit_cap)
+        return
+    for rows in _blocks(out):
+        x_here, uniform_here = (None if tensor is None else tensor[rows] for tensor in (x, uniform))
+        _write_rows(out[rows], x_here, top[rows], factor[rows], uniform_here, terms.logit_cap)
+
+
+def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
+    y, _ = _bounded(x, cap)
+    top, total = y.amax(-1), y.sum(-1) if spread else None
+    shifted = y - top.unsqueeze(-1) if _is_logits(y, x, cap) else y.sub_(top.unsqueeze(-1))
+    return top, shifted.exp_().sum(-1), torch.zeros_like(top) if total is None else total
+
+
+def _write_rows(
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None
+) -> None:
+    into = None if torch.compiler.is_compiling() else out
+    gradient = _gradient(out if x is None else x, top, factor, uniform, cap, into)
+    if gradient is not into:
+        out.copy_(gradient)
+
+
+def _gradient(
+    x: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    uniform: Tensor | None,
+    cap: float | None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Return ``factor * exp(logit - top) - every`` of each logit, times the slope of its bound.
+
+    The result is ``into``, which may be ``x``, if logits of this dtype are computed with as they are.
+    """
+    y, share = _bounded(x, cap)
+    if _is_logits(y, x, cap):
+        gradient = torch.sub(y, top.unsqueeze(-1), out=into).exp_().mul_(factor.unsqueeze(-1))
+    else:
+        gradient = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    if uniform is not None:
+        gradient -= uniform.unsqueeze(-1)
+    return gradient if share is None else gradient.mul_(1 - share**2)
+
+
+def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return the logits in at least fp32, within the bound if there is one, and their share of it."""
+    y = x.to(_inner(x))
+    if cap is None:
+        return y, None
+    share = (y / cap).tanh_()
+    return share * cap, share
+
+
+def _is_logits(y: Tensor, x: Tensor, cap: float | None) -> bool:
+    """Tell whether ``_bounded`` gave the logits ``x`` themselves, which must stay as they are."""
+    return cap is None and y.dtype == x.dtype
+
+
+def _inner(x: Tensor) -> torch.dtype:
+    """Return "fp32 inside", so that fp64 stays fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def rows_at_once(columns: int, *, gpu: bool) -> int:
+    """Return how many rows of so many logits are computed at once."""
+    return max((_BLOCK if gpu else BLOCK_ON_CPU) // max(columns, 1), 1)
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Cut the rows into blocks of so many numbers as are computed at once."""
+    count = rows_at_once(x.shape[-1], gpu=not accelerator.is_host(x.device))
+    return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
+
+
+@lru_cache(maxsize=16)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return or_plain(function, torch.compile(function, fullgraph=True), "the loss")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -13,10 +13,11 @@ from ..parallel_state import (
     alone_or,
     declare_parameter,
     local,
+    shared_units,
 )
 from .collectives import copy_to_tensor, reduce_from_tensor
-from .device_constants import HostNumbers
 from .head_groups import HeadGroups
+from .host_numbers import HostNumbers
 from .parallel_linear import refuse_state
 
 
@@ -82,10 +83,7 @@ class LayerNorm(DeclaredModule):
         refuse_state(eps, "LayerNorm", "eps")
         self.dim, self.eps, self.state = dim, eps, alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
-        if bias:
-            _declare_norm(self, "bias", dim, 0.0, self.state, heads=heads)
-        else:
-            self.register_parameter("bias", None)
+        _declare_norm(self, "bias", dim if bias else None, 0.0, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
@@ -111,7 +109,7 @@ class _HeadsNorm(DeclaredModule):
         super().__init__()
         self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
         size, index = self.state.tensor.size, self.state.tensor.index
-        heads_of = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
+        heads_of = [shared_units(heads, size, rank) for rank in range(size)]
         cut: Cut | None = Cut(0, unit=shape[0] // heads)
         partial: tuple[str, ...] = ()
         self.rows: slice | None = None
@@ -195,7 +193,8 @@ class HeadsLayerNorm(_HeadsNorm):
 
 
 def _declare_norm(
-    module: nn.Module, name: str, dim: int, value: float, state: ParallelState, *, heads: bool = False
+    module: nn.Module, name: str, dim: int | None, value: float, state: ParallelState, *, heads: bool
 ) -> None:
     partial = ("tensor",) if state.sequence or heads else ()
-    declare_parameter(module, name, Declaration((dim,), partial=partial, initial=Constant(value)), state)
+    stated = None if dim is None else Declaration((dim,), partial=partial, initial=Constant(value))
+    declare_parameter(module, name, stated, state)

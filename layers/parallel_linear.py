@@ -126,10 +126,8 @@ class ParallelLinear(DeclaredModule):
                 self.add_module(name, holder)
             weight, stated, rows = self._declare(features, units[name], name in shared)
             declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
-            if bias:
-                declare_parameter(holder, "bias", replace(stated, initial=of_bias), self.state)
-            else:
-                holder.register_parameter("bias", None)
+            stated = replace(stated, initial=of_bias)
+            declare_parameter(holder, "bias", stated if bias else None, self.state)
             here = features // self.state.tensor.size if self.cut_dim == 0 else features
             self.parts.append(OutputPart(holder, rows, here if rows is None else rows.stop - rows.start))
 

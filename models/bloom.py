@@ -8,8 +8,7 @@ from ..layers import Alibi, AttentionInputs, Dropout, alibi_slopes
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Whole, key
-from .base.keys import names
+from .base.keys import ABSENT, NO, DropoutRate, Epsilon, Fixed, Whole, key, names
 from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
 from .gpt2 import WholeHeadsConfig

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
+from .base.keys import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
 from .layer_types import LayerTypesConfig
 from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder

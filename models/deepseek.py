@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, MultiHeadLatentAttention, TopKRouter, yarn_scale
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, Experts, Fixed, HeadDim, Whole, Width, key
-from .base.keys import names
+from .base.keys import NO, Experts, Fixed, HeadDim, Whole, Width, key, names
 from .base.parts import gated_mlp, initial, rms_norm, router
 from .expert_block import (
     GROUPED_EXPERTS,

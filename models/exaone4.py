@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import NO, Epsilon, Fixed, Whole
-from .base.keys import MOST_BLOCKS
+from .base.keys import MOST_BLOCKS, NO, Epsilon, Fixed, Whole
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
 from .llama import decoder

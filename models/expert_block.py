@@ -7,8 +7,7 @@ from pydantic import Field
 
 from ..layers import MoE, TopKRouter
 from ..parallel_state import BadInput, ParallelState
-from .base.fields import NO, Experts, Fixed, Whole, Width, key
-from .base.keys import MOST_EXPERTS
+from .base.keys import MOST_EXPERTS, NO, Experts, Fixed, Whole, Width, key
 from .base.names import Entry, per_expert
 from .base.parts import RouterOptions, gated_mlp, mixture, router
 from .llama import LlamaConfig

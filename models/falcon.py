@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
+from .base.keys import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
 from .base.names import Names, fused
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 from .llama import LlamaConfig, decoder

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, NO, Count, Factor, Fixed, HeadDim, Whole, key
+from .base.keys import ABSENT, NO, Count, Factor, Fixed, HeadDim, Whole, key
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, SLIDING, LayerRopesConfig, LayerTypesConfig
 from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder

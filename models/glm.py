@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
+from .base.keys import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .expert_block import GROUPED_EXPERTS, MultiTokenConfig, corrected_router, grouped_experts
 from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
-from .phi3 import FUSED_GATE_UP
+from .phi import FUSED_GATE_UP
 
 GLM4_NAMES = LLAMA_NAMES.but(
     {

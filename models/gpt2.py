@@ -11,7 +11,7 @@ from ..parallel_state import Normal, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
-from .base.fields import NO, YES, Count, DropoutRate, Epsilon, Fixed, Width, key
+from .base.keys import NO, YES, Count, DropoutRate, Epsilon, Fixed, Width, key
 from .base.names import Names, fused, transposed
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 

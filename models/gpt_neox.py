@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, YES, DropoutRate, Epsilon, Factor, Fixed, Share, key
+from .base.keys import ABSENT, YES, DropoutRate, Epsilon, Factor, Fixed, Share, key
 from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
 from .llama import PartialRotaryConfig, decoder

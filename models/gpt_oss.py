@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, ClampedExperts, MoE
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import YES, Count, Epsilon, Experts, Factor, Fixed, HeadDim, Whole
-from .base.keys import names
+from .base.keys import YES, Count, Epsilon, Experts, Factor, Fixed, HeadDim, Whole, names
 from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig

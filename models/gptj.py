@@ -10,7 +10,7 @@ from ..layers import AttentionInputs, Dropout, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.fields import NO, YES, Count, DropoutRate, Fixed, key
+from .base.keys import NO, YES, Count, DropoutRate, Fixed, key
 from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
 from .gpt2 import GPT2Config

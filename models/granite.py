@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Mamba2
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, Count, Factor, Fixed, Whole, Width, key
-from .base.keys import MOST_BLOCKS
+from .base.keys import MOST_BLOCKS, NO, Count, Factor, Fixed, Whole, Width, key
 from .base.names import fused
 from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
 from .expert_block import ExpertsConfig

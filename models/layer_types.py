@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..parallel_state import BadInput
-from .base.fields import Factor, Whole, key
-from .base.keys import MOST_BLOCKS, names
+from .base.keys import MOST_BLOCKS, Factor, Whole, key, names
 from .base.rope_config import RopeScaling, read_scaling, write_scaling
 from .llama import LlamaConfig
 

@@ -10,8 +10,7 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
-from .base.fields import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole
-from .base.keys import names
+from .base.keys import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole, names
 from .base.names import Names
 from .base.parts import attention, gated_mlp, rms_norm
 from .base.rope_config import RopeScaling, check_factors, read_rope, take_share, write_scaling

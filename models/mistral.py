@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, MoE
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
+from .base.keys import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
 from .base.names import per_expert
 from .base.parts import attention, gated_mlp, mixture, rms_norm, router
 from .expert_block import ExpertsConfig

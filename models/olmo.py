@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, HeadsRMSNorm
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, NO, Epsilon, Factor, Fixed
+from .base.keys import ABSENT, NO, Epsilon, Factor, Fixed
 from .base.parts import HeadNorm, attention, gated_mlp, rms_norm
 from .layer_types import LayerRopesConfig
 from .llama import LLAMA_NAMES, LlamaConfig, decoder

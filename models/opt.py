@@ -12,7 +12,7 @@ from ..layers import AttentionInputs, Dropout, PositionEmbedding, ReplicatedLine
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.fields import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
+from .base.keys import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
 from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
 from .gpt2 import WholeHeadsConfig

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import NO, YES, Fixed, HeadDim, Whole
-from .base.keys import names
+from .base.keys import NO, YES, Fixed, HeadDim, Whole, names
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, decoder
 

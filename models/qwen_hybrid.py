@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..layers import Attention, AttentionInputs, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import NO, Experts, Fixed, HeadDim, Share, Whole, Width
-from .base.keys import MOST_BLOCKS
+from .base.keys import MOST_BLOCKS, NO, Experts, Fixed, HeadDim, Share, Whole, Width
 from .base.names import fused
 from .base.parts import attention, gated_mlp, head_rms_norm, initial, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, GatedShared, MoE
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import NO, YES, Experts, Fixed, Whole, Width, key
-from .base.keys import MOST_BLOCKS
+from .base.keys import MOST_BLOCKS, NO, YES, Experts, Fixed, Whole, Width, key
 from .base.names import Entry
 from .base.parts import attention, gated_mlp, head_rms_norm, initial, mixture, rms_norm, router
 from .expert_block import EXPERTS, NarrowExpertsConfig

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import DropoutRate, HeadDim, Whole
+from .base.keys import DropoutRate, HeadDim, Whole
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, decoder
 

@@ -1,6 +1,9 @@
-"""List the published sizes of models by name: the family, the config, and the number of parameters."""
+"""List the published sizes of models by name: the family, the config, and the number of parameters. Read the
+tiny config of a family.
+"""
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -11,7 +14,7 @@ from ..parallel_state import BadInput
 from ..storage.small_files import read_toml
 from .base.config import ModelConfig
 from .base.family import Family
-from .zoo import family_of
+from .zoo import FAMILIES, family_of
 
 _TABLE = Path(__file__).with_name("sizes.toml")
 #: The fields whose values a row begins with, behind the number of parameters.
@@ -75,3 +78,21 @@ def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) 
         todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
         raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
     return size
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """Return a tiny config.json of this ``model_type``, with few of its fields at their defaults."""
+    rows, config = _rows(), FAMILIES[model_type].config
+    own: dict[str, Any] = deepcopy({**rows[model_type]})
+    left_out = {*config.HARMLESS, *own.pop("absent", ())}
+    shared = {
+        config.spelled(name): deepcopy(value)
+        for name, value in rows["common"].items()
+        if name in config.model_fields and name not in left_out
+    }
+    return {"model_type": model_type, **shared, **dict.fromkeys(own.pop("null", ())), **own}
+
+
+@cache
+def _rows() -> Mapping[str, dict[str, Any]]:
+    return read_toml(Path(__file__).with_name("tiny.toml"))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import Factor, Whole
+from .base.keys import Factor, Whole
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import LLAMA_NAMES, decoder
 from .qwen import NoWindowsConfig

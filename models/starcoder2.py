@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
+from .base.keys import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
 from .base.parts import attention, layer_norm, mlp
 from .llama import LLAMA_NAMES, LlamaConfig, decoder
 

@@ -2,55 +2,24 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from .base.family import Family
-from .bloom import BLOOM
-from .cohere import COHERE, COHERE2
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from .exaone4 import EXAONE4
-from .falcon import FALCON
 from .from_transformers import family_of_type
-from .gemma import GEMMA, GEMMA2, GEMMA3
-from .glm import GLM4, GLM4_MOE
-from .gpt2 import GPT2_FAMILY
-from .gpt_neox import GPT_NEOX
-from .gpt_oss import GPT_OSS
-from .gptj import GPTJ_FAMILY
-from .granite import GRANITE, GRANITE_HYBRID
-from .llama import LLAMA
-from .mistral import MISTRAL, MIXTRAL
-from .olmo import OLMO2, OLMO3
-from .opt import OPT_FAMILY
-from .phi import PHI
-from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3
-from .qwen_hybrid import QWEN3_5, QWEN3_NEXT
-from .qwen_moe import QWEN2_MOE, QWEN3_MOE
-from .seed_oss import SEED_OSS
-from .smollm3 import SMOLLM3
-from .stablelm import STABLELM
-from .starcoder2 import STARCODER2
 
-_EVERY = (
-    *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
-    *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
-    *(GPT_NEOX, GPTJ_FAMILY, PHI, FALCON, OPT_FAMILY, BLOOM),
-    GEMMA3,
-    OLMO3,
-    GPT_OSS,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    QWEN3_NEXT,
-    SMOLLM3,
-    QWEN3_5,
-    GRANITE_HYBRID,
-    GLM4,
-    SEED_OSS,
-    EXAONE4,
-)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
+#: Files of this folder that have a family, or one and its successors.
+_FILES = """
+    llama gpt2 mistral qwen qwen_moe glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox gptj
+    falcon opt bloom gpt_oss deepseek qwen_hybrid smollm3 seed_oss exaone4
+"""
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for file in _FILES.split()
+    for family in vars(import_module(f".{file}", __package__)).values()
+    if isinstance(family, Family)
+}
 
 
 #: Whose code computes a model: the zoo's if it has the family, or transformers' in any case.

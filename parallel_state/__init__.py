@@ -16,7 +16,6 @@ from ..system.errors import (
     nearest_divisors,
     nearest_multiples,
 )
-from .boxes import Box, shared_units
 from .collective_errors import rank_at_fault, together
 from .collective_order import CollectiveOrder
 from .data_types import dtype_name, dtype_named
@@ -30,8 +29,8 @@ from .initial_weights import OWN, Constant, Initial, LogUniform, Normal, Own, Un
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
-from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .pieces import Piece
+from .parameters import DeclaredModule, declare, declare_parameter, initialize, local, stored_box
+from .pieces import Box, Piece, shared_units
 from .process_groups import (
     BACKENDS,
     FILES_TIMEOUT,
@@ -41,74 +40,3 @@ from .process_groups import (
     own_device,
 )
 from .state import ParallelState, alone_or, state_of
-from .user_parameters import declare
-
-__all__ = [
-    "OWN",
-    "AXES",
-    "BACKENDS",
-    "BUFFER_DTYPE",
-    "BadCheckpoint",
-    "BadInput",
-    "Box",
-    "CollectiveOrder",
-    "Constant",
-    "Coordinates",
-    "Cut",
-    "Declaration",
-    "DeclaredModule",
-    "FILES_TIMEOUT",
-    "GradientClipping",
-    "GradientSums",
-    "Initial",
-    "Launched",
-    "Layout",
-    "LogUniform",
-    "MachineFailed",
-    "Normal",
-    "NotTrained",
-    "Own",
-    "ParallelState",
-    "PeerFailed",
-    "Piece",
-    "TIMEOUT",
-    "Uniform",
-    "abandon_process_group",
-    "alone_or",
-    "buffer_names",
-    "check_local_ranks",
-    "check_workers",
-    "check_state",
-    "clip_gradients",
-    "declarations",
-    "declare",
-    "declare_parameter",
-    "divide_gradients",
-    "dtype_name",
-    "dtype_named",
-    "fault",
-    "finalize_gradients",
-    "from_os_error",
-    "from_validation",
-    "gradient_norm",
-    "has_gradients",
-    "init_process_group",
-    "initialize",
-    "launched",
-    "local",
-    "mark_shared",
-    "nearest",
-    "nearest_divisors",
-    "nearest_multiples",
-    "own_device",
-    "padded_rows",
-    "rank_at_fault",
-    "refuse_foreign",
-    "refuse_held_twice",
-    "refuse_untrained",
-    "seed_of",
-    "shared_units",
-    "state_of",
-    "stored_box",
-    "together",
-]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..system.errors import BadInput, nearest_divisors
-from .boxes import Box
 from .initial_weights import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
+from .pieces import Box
 
 #: The data type of every declared buffer, whatever the model's dtype is.
 BUFFER_DTYPE = torch.float32

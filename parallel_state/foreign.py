@@ -74,7 +74,7 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
         meshes = _meshes(module)
         hides = over is not None and over.tensor.size > 1 and isinstance(module, DistributedDataParallel)
         if over is not None and over.layout.expert == 1 and meshes and not hides:
-            right = _sorted(over.data_mesh.mesh.flatten().tolist())
+            right = tuple(sorted(over.data_mesh.mesh.flatten().tolist()))
             if meshes <= {right}:
                 averaged.update(_inside(module))
                 continue
@@ -108,12 +108,8 @@ def _meshes(module: nn.Module) -> set[tuple[int, ...]]:
     if is_sharded(module):
         return ranks_of(module)
     if isinstance(module, DistributedDataParallel):
-        return {_sorted(dist.get_process_group_ranks(module.process_group))}
+        return {tuple(sorted(dist.get_process_group_ranks(module.process_group)))}
     return set()
-
-
-def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(ranks))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from .boxes import Box
+from .pieces import Box
 
 _TILE = (256, 4096)
 

@@ -1,17 +1,17 @@
-"""Declare parameters with how they are cut, find their local part, and fill a whole model."""
+"""Declare parameters with how they are cut, a user's too, find their local part, and fill a whole model."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from .boxes import Box
-from .declaration import BUFFER_DTYPE, Declaration, declarations
+from ..system.errors import BadInput
+from .declaration import BUFFER_DTYPE, Cut, Declaration, declarations
 from .engine import is_dtensor, local_data
-from .initial_weights import Own, fill, seed_of
+from .initial_weights import OWN, Initial, Own, fill, seed_of
+from .pieces import Box
 from .state import ParallelState, alone_or
-from .user_parameters import own_values
 
 
 class DeclaredModule(nn.Module):
@@ -41,9 +41,15 @@ def _global_seed() -> int:
 
 
 def declare_parameter(
-    module: nn.Module, name: str, declaration: Declaration, state: ParallelState, *, plain: bool = False
-) -> nn.Parameter:
-    """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration.
+    module: nn.Module,
+    name: str,
+    declaration: Declaration | None,
+    state: ParallelState,
+    *,
+    plain: bool = False,
+) -> None:
+    """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration; of
+    ``None`` a parameter that is ``None``.
 
     Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
     ``BUFFER_DTYPE`` and requires no gradient. On a real device the parameter is filled at once from torch's
@@ -51,6 +57,9 @@ def declare_parameter(
     on several tensor ranks either, for code that computes with parameters as they are. Raises ``BadInput`` if
     the layout cannot cut it evenly.
     """
+    if declaration is None:
+        module.register_parameter(name, None)
+        return
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
     local = torch.empty(box.shape, dtype=BUFFER_DTYPE if declaration.buffer else None)
@@ -68,11 +77,9 @@ def declare_parameter(
         local = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-    parameter = nn.Parameter(local, requires_grad=not declaration.buffer)
-    module.register_parameter(name, parameter)
+    module.register_parameter(name, nn.Parameter(local, requires_grad=not declaration.buffer))
     module.__dict__.setdefault("declared", {})[name] = declaration
     module.__dict__["declared_state"] = state
-    return parameter
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -135,3 +142,73 @@ def _without_padding(local: Tensor, box: Box, declaration: Declaration) -> tuple
         local.zero_()
         local = local[: true.shape[0]]
     return local, true
+
+
+def declare(
+    module: nn.Module,
+    name: str,
+    *,
+    cut: Cut | None = None,
+    partial: tuple[str, ...] = (),
+    ends: bool = False,
+    initial: Initial = OWN,
+    state: ParallelState | None = None,
+) -> Declaration:
+    """Declare how an existing parameter ``module.<name>`` is cut over the ranks; see ``Declaration``.
+
+    With a ``cut`` the parameter is this rank's equal piece, and the whole shape follows from the layout. Its
+    first values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises
+    ``BadInput`` if there is no such parameter or the cut is not even.
+
+    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are partial
+    >>> declare(norm, "weight", partial=("tensor",)).shape
+    (8,)
+    """
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if parameter is None:
+        known = [known for known, _ in module.named_parameters(recurse=False)]
+        raise BadInput(type(module).__name__, name, expected=f"a parameter among {known}", found="none")
+    state = alone_or(state)
+    shape = list(parameter.shape)
+    if cut is not None:
+        shape[cut.dim] *= getattr(state.layout, cut.axis)
+    stated = Declaration(tuple(shape), cut=cut, partial=partial, ends=ends, initial=initial)
+    stated.check(state.layout, name)
+    module.__dict__.setdefault("declared", {})[name] = stated
+    return stated
+
+
+def own_values(
+    module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
+) -> dict[str, Tensor]:
+    """Return the whole parameters of ``module`` as ``module.reset_parameters()`` fills them, on the CPU in
+    fp32.
+
+    ``stated``: the declarations, by the names that the parameters have in the whole model; ``path`` is the
+    module's name there. Raises ``BadInput`` if the module has no ``reset_parameters``, or if that function
+    does not change a parameter.
+    """
+    here = dict(module.named_parameters(recurse=False))
+    names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}
+    reset = getattr(module, "reset_parameters", None)
+    todo = "Declare it (declare_parameter, or declare) with an initial, or give its module reset_parameters"
+    if not callable(reset):
+        leaf = next(parameter for parameter in here if stated[names[parameter]].initial == OWN)
+        expected = "an initial, or reset_parameters() of its module"
+        raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)
+    whole = {leaf: torch.full(stated[names[leaf]].shape, float("nan"), device="cpu") for leaf in here}
+    try:
+        for leaf, values in whole.items():
+            setattr(module, leaf, nn.Parameter(values))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            reset()
+        drawn = {leaf: getattr(module, leaf).detach() for leaf in here}
+    finally:
+        for leaf, parameter in here.items():
+            setattr(module, leaf, parameter)
+    for leaf, values in drawn.items():
+        if stated[names[leaf]].initial == OWN and bool(values.isnan().any()):
+            expected, actual = "every value set by reset_parameters()", "some that are not"
+            raise BadInput("initialize", names[leaf], expected=expected, found=actual, todo=todo)
+    return drawn

@@ -1,7 +1,5 @@
 """Say in one line what the user's own code raised, with the place in his file."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType, TracebackType
 

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import Layout
-from .schedule_actions import Kind
-from .walk import walk
+from .schedule_actions import Kind, walk
 
 
 class Instant(NamedTuple):

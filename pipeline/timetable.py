@@ -1,14 +1,11 @@
 """Compute when each rank computes what in a pipeline step: torch's order of actions, timed by unit costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import get_args
 
 from ..parallel_state import Layout
-from .schedule_actions import Action, Kind
+from .schedule_actions import Action, Event, Kind, walk
 from .schedule_kinds import schedule_kind
-from .walk import walk
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.
 UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -48,8 +45,7 @@ class Timetable:
         """Return the most activations that a rank holds at once; those of one stage for one micro-batch
         count as one.
         """
-        held_of_stage = most_held([timed.action for timed in self.ranks[rank]])
-        return sum(held_there.micro_batches for held_there in held_of_stage.values())
+        return most_held([timed.action for timed in self.ranks[rank]])[0]
 
 
 def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> Layout:
@@ -75,57 +71,34 @@ def timetable(
     ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
     end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
-    shape = name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches
-    placed = _placed(*shape)
+    events = walk(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
-    times = zip(*_times(placed, layout.pipeline, of_stage, sending), strict=True)
-    for event, (start, stop) in zip(walk(*shape), times, strict=True):
+    times = zip(*_times(events, layout.pipeline, of_stage, sending), strict=True)
+    for event, (start, stop) in zip(events, times, strict=True):
         ranks[event.rank].append(Timed(event.action, start, stop))
     return Timetable(layout, tuple(map(tuple, ranks)))
 
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
-
-
-#: What an action waits for, in numbers, because a timetable may have 100,000 actions: the place of its cost
-#: in a table that lists, stage by stage, the costs of each kind; rank, ``needs`` and ``away`` of its
-#: ``Event``; and the place of the cost of the action that sends with it (``Action.paired``), or -1.
-_Placed = tuple[int, int, int, bool, int]
-
-
-@lru_cache(maxsize=64)
-def _placed(
-    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
-) -> list[_Placed]:
-    """Return what each event of the walk waits for. It does not depend on costs, so the steps of many layouts
-    are timed by one.
-    """
-    events = walk(name, pipeline, virtual_stages, v_shape, micro_batches)
-    costs = [stage * len(_KINDS) + _NUMBER[kind] for (kind, stage, _, _), *_ in events]
-    return [
-        (cost, rank, needs, away, costs[number + 1] if action.paired else -1)
-        for number, (cost, (action, rank, needs, away)) in enumerate(zip(costs, events, strict=True))
-    ]
-
-
 def _times(
-    order: Sequence[_Placed], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
+    events: Sequence[Event], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
 ) -> tuple[list[float], list[float]]:
-    """Return when each action of an order starts and stops."""
-    cost_of = [costs[kind] for costs in of_stage for kind in _KINDS]
-    free, ready = [0.0] * ranks, [0.0] * len(order)
-    starts, stops = [0.0] * len(order), [0.0] * len(order)
-    for number, (cost, rank, needs, away, after) in enumerate(order):
+    """Return when each of a walk's events starts and stops. There may be 100,000."""
+    free = [0.0] * ranks
+    starts, stops, ready = list[float](), list[float](), list[float]()
+    for number, ((kind, stage, _, paired), rank, needs, away) in enumerate(events):
         start = free[rank]
         if needs >= 0:
             come = ready[needs] + sending if away else ready[needs]
             if come > start:
                 start = come
-        stop = start + cost_of[cost]
-        starts[number], stops[number], free[rank] = start, stop, stop
-        ready[number] = stop if after < 0 else stop + cost_of[after]
+        stop = free[rank] = start + of_stage[stage][kind]
+        starts.append(start)
+        stops.append(stop)
+        if paired:  # it is sent together with what the next action gives
+            kind, stage, *_ = events[number + 1].action
+            stop += of_stage[stage][kind]
+        ready.append(stop)
     return starts, stops
 
 
@@ -141,8 +114,8 @@ def step_length(
     """
 
     def length(number: int) -> float:
-        placed = _placed(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
-        return max(_times(placed, layout.pipeline, costs, sending)[1])
+        events = walk(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
+        return max(_times(events, layout.pipeline, costs, sending)[1])
 
     few = few_micro_batches(name, layout, micro_batches)
     if few == micro_batches:
@@ -160,34 +133,44 @@ def few_micro_batches(name: str, layout: Layout, micro_batches: int) -> int:
     return few
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Count the micro-batches whose activations a stage holds, from the forward to the end of the backward.
-
-    ``halfway`` counts those whose input gradient is computed and whose weight gradient is not; they also hold
-    what the weight gradient is computed from.
+def most_held(order: Sequence[Action]) -> tuple[int, int]:
+    """Count the micro-batches whose activations a rank holds, from the forward to the end of the backward, at
+    the instant when it holds most; and those whose input gradient is computed and whose weight gradient is
+    not: they also hold what the weight gradient is computed from, half as much again.
     """
-
-    micro_batches: int = 0
-    halfway: int = 0
-
-
-def most_held(order: Sequence[Action]) -> dict[int, Held]:
-    """Count the micro-batches that each stage of a rank holds, at the instant when the rank holds most."""
-    now = {action.stage: [0, 0] for action in order}
-    most, largest, size = dict.fromkeys(now, Held()), 0, 0  # sizes in halves of an activation
-    for action in order:
-        counts = now[action.stage]
-        if action.kind == "F":
-            counts[0] += 1
-            size += 2
-        elif action.kind == "I":
-            counts[1] += 1
-            size += 1
-        else:
-            counts[0] -= 1
-            counts[1] -= action.kind == "W"
-            size -= 2 + (action.kind == "W")
-        if size > largest:
-            most, largest = {stage: Held(*both) for stage, both in now.items()}, size
+    now = most = 0, 0
+    for kind, *_ in order:
+        whole, halfway = now
+        now = whole + {"F": 1, "I": 0}.get(kind, -1), halfway + (kind == "I") - (kind == "W")
+        most = max(most, now, key=lambda counts: 2 * counts[0] + counts[1])
     return most
+
+
+def timetable_lines(table: Timetable, *, width: int = 110) -> Iterator[str]:
+    """Return the timetable in as many blocks of lines as ``width`` columns need.
+
+    ``F3`` is a forward for micro-batch 3, ``B3`` its backward, ``I3`` and ``W3`` the two halves of one. Small
+    letters are of the rank's second and later stages. Dots are waiting.
+    """
+    micro_batches = 1 + max(timed.action.micro_batch for rank in table.ranks for timed in rank)
+    cell = 2 + len(str(micro_batches - 1))
+    rows = [_row(table, rank, cell) for rank in range(len(table.ranks))]
+    length = max(map(len, rows))
+    width = max(cell, (width - 9) // cell * cell)
+    for start in range(0, length, width):
+        for rank, row in enumerate(rows):
+            yield f"rank {rank:<3} {row[start : start + width].rstrip()}"
+        if start + width < length:
+            yield ""
+
+
+def _row(table: Timetable, rank: int, cell: int) -> str:
+    first = table.layout.stages_of(rank)[0]
+    columns = ["." + " " * (cell - 1)] * round(table.length)
+    for timed in table.ranks[rank]:
+        begin, stop = round(timed.start), round(timed.stop)
+        word = str(timed.action) if timed.action.stage == first else str(timed.action).lower()
+        columns[begin] = word.ljust(cell)
+        for column in range(begin + 1, stop):
+            columns[column] = "-" * (cell - 1) + " "
+    return "".join(columns)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..layers import chunked_cross_entropy, vocab_parallel_cross_entropy
-from ..layers.token_losses import LossTerms, rows_at_once
+from ..layers.loss import LossTerms, rows_at_once
 from ..parallel_state import ParallelState
 from .micro_batch import MicroBatch
 from .trace import Trace, of_more_rounds

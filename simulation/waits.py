@@ -110,8 +110,8 @@ WAITS = (
     Wait(f"{_OURS}: sum_gradients", "read", "the same", 1, "parameter"),
     # At the start of a run, where it saves and evaluates, and in generation.
     Wait("checkpoints/optimizer_state.py: _restored", "upload", "each moment's number of steps"),
-    Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", "the table of frequencies"),
-    Wait("layers/device_constants.py: HostNumbers.on", "upload", "slopes of ALiBi, shared heads"),
+    Wait("layers/rope.py: RotaryEmbedding._inverses", "upload", "the table of frequencies"),
+    Wait("layers/host_numbers.py: HostNumbers.on", "upload", "slopes of ALiBi, shared heads"),
     Wait("layers/attention/kernel_checks.py: _tried", "upload", _CHECK),
     Wait("layers/attention/kernel_checks.py: _tried", "read", _CHECK),
     Wait("layers/attention/kernel_checks.py: _documents", "upload", _CHECK),

@@ -7,26 +7,8 @@ search less for garbage: in starts, in plans, in training (``manual_gc``) and in
 has the errors for users, one line each.
 """
 
-from .counted import counted
 from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often
 from .limits import OverLimit, bounded, check_enough, most_at_once
 from .refusals import Refusal, refusal_of
 from .standard_streams import quiet_libraries
-from .text import visible, whole_number
-
-__all__ = [
-    "OverLimit",
-    "Refusal",
-    "bounded",
-    "check_enough",
-    "counted",
-    "most_at_once",
-    "no_garbage_search",
-    "quiet_libraries",
-    "refusal_of",
-    "search_garbage_rarely",
-    "search_less_often",
-    "manual_gc",
-    "visible",
-    "whole_number",
-]
+from .text import counted, visible, whole_number

@@ -1,4 +1,4 @@
-"""Read and show text that somebody else wrote: whole numbers, and what would command a terminal.
+"""Write counts, and read and show text that somebody else wrote: numbers, and what would command a terminal.
 
 Names of files and tensors, values of recipes, and generated text may hold characters that move the cursor,
 rename the window or turn the reading direction. Each becomes its escape, such as ``\\x1b``.
@@ -37,3 +37,12 @@ def whole_number(text: str) -> int | None:
     ``str.isdigit`` also takes ``"²"``, which ``int`` refuses.
     """
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and the noun, in the plural unless it is one: ``1 file``, ``2,000 entries``."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"

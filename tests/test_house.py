@@ -48,7 +48,7 @@ MOST_FILES, MOST_FAMILIES = 30, 60
 PRIVATE_TORCH = {
     "parallel_state/engine/autograd_and_compiler.py": "of the one room for it",
     "parallel_state/engine/collectives.py": "the same",
-    "parallel_state/engine/flight_recorder.py": "the same",
+    "parallel_state/engine/measuring.py": "the same",
     "parallel_state/engine/fake_tensors.py": "the same",
     "parallel_state/engine/fully_sharded.py": "the same",
     "parallel_state/engine/gloo_all_gather.py": "the same",

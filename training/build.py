@@ -34,11 +34,10 @@ from .own_parts import set_up_own
 from .parameter_norms import NormLog
 from .precision import Precision, multiply_in_float8
 from .run_plan import Plan, RunPlan, flops_of
-from .skipped_updates import LossScale, Spikes
 from .step import Step
 from .stragglers import Stragglers
 from .token_loss import TokenLoss
-from .update import Update
+from .update import LossScale, Spikes, Update
 from .zero_on_fsdp import resting_device, shard_over_data
 
 if TYPE_CHECKING:

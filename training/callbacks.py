@@ -144,43 +144,30 @@ class Traces(Callback):
 
 
 class MetricsLog(Callback):
-    """Write ``metrics.jsonl``. ``logged``: the number of steps that it had at the start, up to the last."""
+    """Write ``metrics.jsonl``, and hand its figures to trackers, those of the recipe and ``others``, from the
+    first step that they do not have.
+    """
 
-    def __init__(self) -> None:
-        self.logged = 0
+    def __init__(self, watch: WatchSection, others: Sequence[Tracker]) -> None:
+        self.watch, self.others = watch, others
         self._log: StepLog | None = None
-
-    def begin(self, trainer: Trainer, start: int) -> None:
-        if trainer.first:
-            self._log = StepLog(trainer.out / "metrics.jsonl", start=start)
-            self.logged = self._log.logged
-
-    def after(self, metrics: StepMetrics) -> None:
-        if self._log is not None:
-            self._log.write(metrics.line())
-
-    def close(self, error: BaseException | None) -> None:
-        if self._log is not None:
-            self._log.close()
-
-
-class TrackerLog(Callback):
-    """Hand figures to the recipe's trackers and to ``others``, from the first step that they do not have."""
-
-    def __init__(self, watch: WatchSection, others: Sequence[Tracker], log: MetricsLog) -> None:
-        self.watch, self.others, self.log = watch, others, log
         self._trackers: Trackers | None = None
 
     def begin(self, trainer: Trainer, start: int) -> None:
-        if trainer.first and (self.watch.trackers or self.others):
+        if not trainer.first:
+            return
+        self._log = StepLog(trainer.out / "metrics.jsonl", start=start)
+        if self.watch.trackers or self.others:
             recipe = plain_recipe(trainer.recipe.model_dump(mode="json", by_alias=True))
             self._trackers = Trackers(
                 self.watch.trackers, self.others, trainer.out, project=self.watch.project, recipe=recipe,
-                start=start, logged=self.log.logged, say=trainer.terminal.say,
+                start=start, logged=self._log.logged, say=trainer.terminal.say,
             )  # fmt: skip
 
     def after(self, metrics: StepMetrics) -> None:
         figures = metrics.line()
+        if self._log is not None:
+            self._log.write(figures)
         self.track(figures.pop("step") + 1, figures)  # the step is no curve
 
     def track(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -189,8 +176,9 @@ class TrackerLog(Callback):
             self._trackers.log(step, figures)
 
     def close(self, error: BaseException | None) -> None:
-        if self._trackers is not None:
-            self._trackers.close()
+        for log in (self._log, self._trackers):
+            if log is not None:
+                log.close()
 
 
 class EventLog(Callback):

@@ -1,20 +1,16 @@
 """Run ``trilith evaluate`` on its ranks: the loss of stored weights on a token file, as a run computes it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ..checkpoints import Source, read_source, with_adapter
+from ..checkpoints import Source
 from ..data.batches import GlobalBatches
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
-from ..generation.request import loaded_model
-from ..parallel_state import BadInput, Layout, dtype_named
-from ..runs.command_ranks import leave_figures, start_ranks
-from ..runs.guard import watched
-from ..runs.heartbeat import this_start
-from ..runs.launch import check_launch, check_local, device_here, own_rank, process_group, ranks_are_started
+from ..generation.command import Weights, run_on_ranks
+from ..parallel_state import BadInput, Layout, ParallelState
 from .evaluation import Evaluator, perplexity
 from .run_data import HeldOut, check_tokenizer
 from .step import Step
@@ -49,11 +45,9 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    source: Source
-    adapter: Source | None
+class _Opened(Weights):
+    held_out: HeldOut
     batches: GlobalBatches
-    samples: int
 
 
 def run_evaluation(
@@ -66,54 +60,36 @@ def run_evaluation(
     device: str = "auto",
     status: Path | None = None,
 ) -> int:
-    """Give ``note`` the figures as ``show`` writes them; return the exit code.
+    """Give ``note`` the figures as ``show`` writes them; the exit code. The rest: see ``run_on_ranks``."""
 
-    ``words`` are the command's own, with which a layout of several ranks starts them; ``status`` is the
-    folder that they were then given.
-    """
-    device = device_here(device)
-    if not ranks_are_started():
-        check_local(layout, device=device)
-        if layout.world > 1:
-            _open(question, layout)  # bad input is said once and at once, before any rank starts
-            return start_ranks(words, layout.world, note)
-    check_launch(layout, device=device)
-    with ExitStack() as stack:
-        if status is not None:
-            stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
-        opened = _open(question, layout)
-        batches, samples = opened.batches, opened.samples
-        # A run may save meanwhile, and each rank chooses its newest checkpoint.
-        alike = {"device": device, "question": repr(question), "source": str(opened.source.path)}
-        state = stack.enter_context(process_group(layout, device=device, alike=alike))
-        dtype = dtype_named(question.dtype)
-        model = loaded_model(opened.source, opened.adapter, dtype=dtype, state=state)
-        loss = Evaluator(
-            Step(model, TokenLoss(model), micro_batch=question.batch), HeldOut(batches, samples)
-        )()
-        tokens = batches.count_labels(0, range(samples))
-        figures = Figures(loss, perplexity(loss), tokens, samples, batches.sequence_length)
-        if own_rank() == 0:
-            leave_figures(show(figures), note, status)
-    return 0
+    def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
+        model, batches, rows = opened.load(state), opened.batches, opened.held_out.samples
+        loss = Evaluator(Step(model, TokenLoss(model), micro_batch=question.batch), opened.held_out)()
+        tokens = batches.count_labels(0, range(rows))
+        return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
+
+    prepare, asked = partial(_open, question, layout), repr(question)
+    return run_on_ranks(
+        layout, prepare, evaluate, asked=asked, words=words, note=note, device=device, status=status
+    )
 
 
 def _open(question: Question, layout: Layout) -> _Opened:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be evaluated."""
-    first = own_rank() == 0
-    source, adapter = with_adapter(read_source(question.source, whole=first), question.adapter, whole=first)
+    weights = Weights.of(question.source, question.adapter, layout, question.dtype, "evaluate")
+    source = weights.source
     config, most = source.model_config, source.model_config.max_position_embeddings
-    (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
-    dtype_named(question.dtype, "evaluate", "--dtype")
     file = TokenFile.open(question.tokens)
     check_vocabulary(file.vocab_size, config.vocab_size, question.tokens)
-    length = question.sequence_length or _trained_length(adapter or source) or min(_LENGTH, most)
+    trained = _trained_length(weights.adapter or source)
+    length = question.sequence_length or trained or min(_LENGTH, most)
     if length > most:
         raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
-    return _Opened(source, adapter, batches.resized(rows), rows)
+    batches = batches.resized(rows)
+    return _Opened(**vars(weights), held_out=HeldOut(batches, rows), batches=batches)
 
 
 def _trained_length(source: Source) -> int | None:

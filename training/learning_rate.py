@@ -5,8 +5,6 @@ begins at zero and is one step behind. After the warm-up the curves are those of
 ``get_*_schedule``, number for number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

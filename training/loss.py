@@ -1,4 +1,5 @@
 """Define what a loss is: named terms, each a sum over the samples divided by a count over the whole step.
+Make one of a user's function, which returns a sum and a count, and find out what it does wrong.
 
 A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host, before the forward; then
 ``collect`` and ``whole_step``, if it compares all rows of the step; then itself, for each micro-batch.
@@ -6,15 +7,20 @@ A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host,
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState
+from ..layers.host_numbers import change_alike
+from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state.engine import accelerator
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -109,3 +115,166 @@ class Loss(ABC):
     def for_evaluation(self) -> Loss:
         """Return the loss without what only training adds."""
         return self
+
+
+_TODO = "Return (losses.sum(), how_many): the step divides by the counts of all micro-batches and data ranks"
+
+
+class FunctionLoss(Loss):
+    """Make a loss of ``function(output, samples)``, which returns the sum of the losses and their number.
+
+    A function that names ``state`` is given it as a keyword. ``count(samples)``: the number of the losses of
+    some samples, told from the samples alone; then the function may return the sum alone, and routers may
+    have losses. ``sequence``: the samples that context ranks cut, each with its dim, such as ``{"ids": 1}``.
+    """
+
+    faults = (
+        Fault(
+            "the sum of the losses, with their number",
+            "a mean: one sample given twice has the same loss as once, and twice the count",
+            _TODO + ". A mean of means is (mean, 1)",
+        ),
+        Fault(
+            "the function to count as count= does", "two counts of one micro-batch",
+            "Let the function return the sum alone",
+        ),
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        count: Callable[[Samples], Tensor | float] | None = None,
+        sequence: Mapping[str, int] | None = None,
+    ) -> None:
+        self.function, self.stated_count, self.sequence = function, count, sequence or {}
+        self.count = None if count is None else self._count
+
+    def for_state(self, state: ParallelState) -> FunctionLoss:
+        if "state" not in inspect.signature(self.function).parameters:
+            return self
+        function = partial(self.function, state=state)
+        return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
+
+    def _count(self, samples: Samples) -> Mapping[str, Tensor | float]:
+        assert self.stated_count is not None
+        return {"loss": self.stated_count(samples)}
+
+    def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
+        total, count = self._sum_and_count(output, samples)
+        return Sums({"loss": total * scales["loss"].to(total.dtype)}, count)
+
+    def find_faults(self, output: Any, samples: Samples) -> tuple[bool, bool] | None:
+        counts_otherwise = False
+        if self.stated_count is not None:
+            with torch.no_grad(), accelerator.fork_random(next(iter(samples.values())).device):
+                _, count = self._sum_and_count(output, samples)
+            counts_otherwise = float(count) != float(self.stated_count(samples))
+        mean = is_mean(self._sum_and_count, output, samples)
+        return (mean or False, counts_otherwise) if counts_otherwise or mean is not None else None
+
+    def _sum_and_count(self, output: Any, samples: Samples) -> tuple[Tensor, Tensor | float]:
+        returned = self.function(output, samples)
+        if self.stated_count is not None and isinstance(returned, Tensor):
+            returned = returned, self.stated_count(samples)
+        return sum_and_count(returned)
+
+
+def as_loss(loss: Any, state: ParallelState) -> Loss:
+    """Return the loss of a rank, from a ``Loss`` or from a function; ``BadInput`` if it lacks a part."""
+    if not callable(loss):
+        raise BadInput("step", "loss", expected="a Loss, or a function", found=type(loss).__name__)
+    own = (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
+    name = type(own).__name__
+    if own.count is None and [*own.terms] != ["loss"]:
+        todo = "A loss that counts with its sums has one term, loss"
+        raise BadInput("step", f"{name}.count", expected="a method", found="none", todo=todo)
+    if own.collect is not None and own.whole_step is None:
+        raise BadInput("step", f"{name}.whole_step", expected="a method, beside collect", found="none")
+    return own
+
+
+def refuse_uncut(loss: Loss, layout: Layout) -> None:
+    """Refuse context ranks for a loss that does not say what they cut."""
+    if layout.context > 1 and not loss.sequence:
+        raise BadInput(
+            "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
+            todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
+            "model's attention must look at other ranks' keys",
+        )  # fmt: skip
+
+
+def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
+    """Return the sum and the count that a loss returned; ``BadInput`` unless they are a scalar and a
+    number.
+    """
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
+        description = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
+        if pair:
+            description = " and ".join(
+                f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+                for item in returned
+            )
+        elif isinstance(returned, Tensor):
+            description = f"one tensor of shape {tuple(returned.shape)}"
+        raise BadInput(
+            "step", "loss", expected="the sum of the losses, a scalar tensor, and their number",
+            found=description or type(returned).__name__, todo=_TODO,
+        )  # fmt: skip
+    total, count = returned
+    return total, count
+
+
+def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, samples: Samples) -> bool | None:
+    """Tell whether a loss wrongly returns a mean where it should return a sum, beside its count.
+
+    The first sample is given once, and then twice. A sum is then twice as large, but a mean stays the same.
+    Returns ``None`` if this test says nothing: no label of the first sample counts, the loss is zero, the
+    count does not grow with the samples, or the model's output is not made of tensors with the samples on
+    dim 0, in tuples or dicts.
+    """
+    tensors, size = [*_tensors(output)], len(next(iter(samples.values())))
+    whole = all(isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == size for tensor in tensors)
+    if not tensors or not whole:
+        return None
+    numbers: list[float] = []
+    for times in (1, 2):
+        repeat = partial(_repeated, times=times)
+        with torch.no_grad(), accelerator.fork_random(tensors[0].device):  # a loss may draw numbers
+            repeated = {name: change_alike(repeat, sample) for name, sample in samples.items()}
+            numbers += map(float, loss(_first_sample(output, times), repeated))
+    once, count, twice, twice_count = numbers
+    if once == 0 or count == 0 or twice_count != 2 * count:
+        return None
+    return bool(abs(twice - once) <= 1e-3 * abs(once))
+
+
+def _tensors(output: Any) -> Iterator[Any]:
+    items = output.values() if isinstance(output, dict) else output
+    if isinstance(output, dict | tuple | list):
+        for item in items:
+            yield from _tensors(item)
+    else:
+        yield output
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    return torch.cat([x.detach()[:1]] * times)
+
+
+def _first_sample(output: Any, times: int) -> Any:
+    """Return the same nest of tuples and dicts; each tensor is its first sample, repeated so many times."""
+    if isinstance(output, dict):
+        return {key: _first_sample(item, times) for key, item in output.items()}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_first_sample(item, times) for item in output))
+    if isinstance(output, tuple | list):
+        return type(output)(_first_sample(item, times) for item in output)
+    return _repeated(output, times)
+
+
+def _is_number(count: Any) -> bool:
+    if isinstance(count, Tensor):
+        return count.ndim == 0
+    return isinstance(count, int | float) and not isinstance(count, bool)

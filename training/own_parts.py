@@ -1,7 +1,5 @@
 """Make what a run of a user's module has beside it, its loss and its samples, and check that they fit."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -23,8 +21,7 @@ from ..recipes.recipe import Recipe
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
-from .function_loss import FunctionLoss, as_loss, refuse_uncut
-from .loss import Loss
+from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily

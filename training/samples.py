@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layers import cut_sequence
-from ..layers.host_copies import change_alike
+from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, ParallelState, alone_or
 
 #: Tensors by name, each with the samples on dim 0.

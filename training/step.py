@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data.batch import BatchParts
 from ..layers import routers, set_auxiliary_scale
-from ..layers.host_copies import send
+from ..layers.host_numbers import send
 from ..parallel_state import (
     BadInput,
     GradientSums,
@@ -27,11 +27,9 @@ from ..parallel_state import (
 from ..parallel_state.engine import fsdp_modules, is_sharded
 from ..pipeline import Stages, check_schedule, schedule_kind
 from ..system import counted
-from .compute_weights import computing
 from .evaluation import evaluating
-from .function_loss import as_loss, refuse_uncut
-from .loss import Loss
-from .precision import compute_dtype, reduce_dtype
+from .loss import Loss, as_loss, refuse_uncut
+from .precision import compute_dtype, computing, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
 from .step_sums import StepInputs, StepReport, StepResult, StepSums, checked_counts
 from .zero_on_fsdp import before_backward

@@ -1,11 +1,12 @@
 """Train a recipe on the ranks of its layout, supervised: if it fails, one message says why."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,9 +84,8 @@ def run(
         loaded, reason = fit(loaded, here.world if here else ranks or _devices(loaded))
         ranks = None
     layout, out = loaded.layout, Path(loaded.out)
-    train = partial(
-        _train, loaded, quiet=quiet, trackers=trackers, callbacks=callbacks, layout_change_reason=reason
-    )
+    options = {"quiet": quiet, "trackers": trackers, "callbacks": callbacks, "layout_change_reason": reason}
+    train = partial(_train, loaded, options)
     if here:
         if fit is not None and here.rank >= layout.world:
             wait_as_spare(here, timedelta(seconds=loaded.timeout))
@@ -118,8 +118,8 @@ def run(
             todo="Give the file's name, or start the ranks with torchrun",
         )
     plan.let_go()  # the ranks make plans of their own
-    options = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
-    arguments = ["train", file, *overrides, *(option for option, is_set in options.items() if is_set)]
+    switches = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
+    arguments = ["train", file, *overrides, *(switch for switch, is_set in switches.items() if is_set)]
     with lock_folder(out) as lock:
         return launch(arguments, layout.world, status_folder(out), lock=lock)
 
@@ -140,16 +140,8 @@ def _devices(recipe: Recipe) -> int:
     return max(1, torch.cuda.device_count()) if recipe.device == "cuda" else recipe.layout.world
 
 
-def _train(
-    recipe: Recipe,
-    plan: RunPlan | None,
-    *,
-    quiet: bool,
-    trackers: Sequence[Tracker],
-    callbacks: Sequence[Callback],
-    layout_change_reason: str,
-) -> None:
-    """Train this process's rank of the run. ``plan``: the plan, if this process has already made it."""
+def _train(recipe: Recipe, options: Mapping[str, Any], plan: RunPlan | None) -> None:
+    """Train this process's rank of the run. ``options``: the trainer's. ``plan``: if it is already made."""
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
     handed_on = ranks_are_started() and inherits_lock(out)
@@ -170,7 +162,4 @@ def _train(
         only_run_in(out, state) as start,
     ):
         beat.publish(start)
-        Trainer(
-            recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers,
-            callbacks=callbacks, layout_change_reason=layout_change_reason,
-        ).run()  # fmt: skip
+        Trainer(recipe, state, plan, beat=beat, signals=signals, **options).run()

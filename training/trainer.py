@@ -30,7 +30,7 @@ from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
 from ..system import counted, manual_gc
 from .build import build, choices, measurements
-from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
+from .callbacks import Callback, Callbacks, EventLog, MetricsLog
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
 from .optimizer import set_learning_rate
@@ -95,10 +95,9 @@ class Trainer:
         #: The checkpoint from which the run goes on, and what it states of its run.
         self.resumed: tuple[Path, Progress] | None = None
         self.events = EventLog(layout_change_reason)
-        log = MetricsLog()
-        tracking = TrackerLog(recipe.watch, trackers, log)
-        measured = measurements(recipe, self.plan, self.step, track=tracking.track)
-        self.callbacks = Callbacks([*measured, *callbacks, log, tracking, self.events])
+        log = MetricsLog(recipe.watch, trackers)
+        measured = measurements(recipe, self.plan, self.step, track=log.track)
+        self.callbacks = Callbacks([*measured, *callbacks, log, self.events])
 
     def run(self, after_step: Callable[[StepMetrics], None] = lambda metrics: None) -> None:
         """Train from the newest complete checkpoint, or from the start, to the last step.

@@ -12,7 +12,7 @@ stage  parameters between steps                 gradients                       
 At stage 0 FSDP shards over one rank. ``ReplicaSums`` sums the gradients over the ranks with the same weights,
 and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are the same under a pipeline
 (``pipeline/driver.py``). Without data and context ranks there is nothing to share and no FSDP;
-``compute_weights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
+``ComputeWeights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import accelerator
 from ..parallel_state.state import fsdp_mesh
-from .compute_weights import ComputeWeights
-from .precision import Precision
+from .precision import ComputeWeights, Precision
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard

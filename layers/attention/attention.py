@@ -1,24 +1,26 @@
-"""Attention as a layer: projections, rotation, causal attention and output, whole heads on each rank.
+"""Attention as a layer: projections, rotation, causal attention and output, whole heads on each rank; and the
+backends that a model's layers get.
 
 B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
-from ..device_constants import HostNumbers
 from ..dropout import own_random
+from ..host_numbers import HostNumbers
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
-from .alibi import Alibi
-from .backends import AttentionCall, PinnedBackend
-from .causal import call_of, causal_attention, merge_heads, score_name, split_heads
+from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
+from .causal import call_of, causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
 from .kernel_checks import checked_backend
 from .mask import AttentionScope
-from .sinks import Sinks
+from .scores import Alibi, Scores, Sinks
+from .visible import exceeds
 
 
 class AttentionLayer(nn.Module):
@@ -62,21 +64,19 @@ class AttentionLayer(nn.Module):
         """
         return self.state.context.size == 1 and not (self.dropout and self.state.tensor.size > 1)
 
+    @property
+    def scores(self) -> Scores:
+        """Return what becomes of the scores, in the mode that the layer is in."""
+        sinks = None if self.sinks is None else local(self.sinks.weight)
+        dropout = self.dropout if self.training else 0.0
+        return Scores(self.scale, self.soft_cap, sinks, self.alibi, dropout)
+
     def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
-        dropout = self.dropout if self.training else 0.0
-        with own_random(self.state, split=dropout > 0):
+        scores = self.scores
+        with own_random(self.state, split=scores.dropout > 0):
             heads_BHSE = causal_attention(
-                q_BHSE,
-                k_BKTE,
-                v_BKTE,
-                scope,
-                dropout=dropout,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-                sinks=None if self.sinks is None else local(self.sinks.weight),
-                alibi=self.alibi,
-                backend=self.backend,
+                q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend
             )
         return merge_heads(heads_BHSE)
 
@@ -87,9 +87,7 @@ class AttentionLayer(nn.Module):
 
     def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""
-        dropout = self.dropout if self.training else 0.0
-        score = score_name(soft_cap=self.soft_cap is not None, sinks=self.sinks is not None, alibi=self.alibi)
-        return call_of(q_BHSE, self.value_dim, scope, dropout=dropout, score=score, width=self.key_dim)
+        return call_of(q_BHSE, self.value_dim, scope, self.scores, width=self.key_dim)
 
 
 class Attention(AttentionLayer):
@@ -199,3 +197,60 @@ class SharedHeads:
         if self._pick is None:
             return x_BKSE
         return x_BKSE.index_select(1, self._pick.on(x_BKSE.device, torch.int64))
+
+
+def attention_kinds(model: nn.Module) -> tuple[AttentionLayer, ...]:
+    """Return one attention layer of each kind; layers of one kind have the same window and equal calls."""
+    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
+    kinds: dict[object, AttentionLayer] = {}
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            kinds.setdefault((module.window, module.call(stand_in, scope)), module)
+    return tuple(kinds.values())
+
+
+def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:
+    """Let all attention layers of ``model`` be computed by ``backend``."""
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            module.backend = backend
+
+
+def attention_calls(
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    length: int,
+    packed: bool,
+    backend: PinnedBackend = "auto",
+) -> dict[str, AttentionCall]:
+    """Return the call of each kind of attention, by its name in words, in rows of ``length`` tokens.
+
+    ``packed``: rows hold several documents. Needs no device. Raises ``BadInput`` if the pinned ``backend``
+    cannot compute one of them.
+    """
+    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
+    calls: dict[str, AttentionCall] = {}
+    for module in attention_kinds(model):
+        narrow = exceeds(module.window, length)
+        call = replace(
+            module.call(stand_in, scope),
+            device=torch.device(device).type,
+            dtype=dtype,
+            masked=packed or narrow,
+        )
+        words = [f"window {module.window}"] * narrow + ["several documents a row"] * packed + [call.score]
+        choose_backend(call, backend)
+        calls[", ".join(filter(None, words)) or "one document a row"] = call
+    return calls
+
+
+def attention_backends(
+    calls: Mapping[str, AttentionCall], backend: PinnedBackend, state: ParallelState
+) -> dict[str, Backend]:
+    """Return the backend that computes each of these calls on the device of ``state``, where a kernel that
+    needs it is checked before. Collective over the tensor and context ranks. Raises ``BadInput`` as
+    ``attention_calls`` does.
+    """
+    return {kind: checked_backend(call, backend, state.device, state) for kind, call in calls.items()}

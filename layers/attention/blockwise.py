@@ -10,7 +10,7 @@ whole's output and log-sum.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from ...parallel_state import engine
 from ..autocast import without_autocast
-from .alibi import ScoreBias
-from .sinks import add_sinks, sinks_gradient
+from .scores import ScoreBias, Scores, add_sinks, sinks_gradient
 
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
@@ -43,6 +42,13 @@ class BlockAttentionOptions:
     soft_cap: float | None = None
     bias: ScoreBias | None = None
     fused: bool = True
+
+    @classmethod
+    def of(cls, q_BHSE: Tensor, scores: Scores, **options: Any) -> Self:
+        """Return the options of what becomes of the scores of ``q``; the seed of dropout is torch's."""
+        seed = int(torch.randint(2**62, (), device="cpu")) if scores.dropout else 0
+        common: dict[str, Any] = {"dropout": scores.dropout, "seed": seed, "soft_cap": scores.soft_cap}
+        return cls(scores.scale_of(q_BHSE), **common, **options)
 
 
 @without_autocast
@@ -123,29 +129,23 @@ def blockwise_attention(
     q_BHSE: Tensor,
     k_BKTE: Tensor,
     v_BKTE: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
+    scores: Scores,
     *,
     causal: bool,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
     bias: ScoreBias | None = None,
     fused: bool = False,
 ) -> Tensor:
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
     Returns (B, H, S, E), like ``q``. It computes what torch's public operators cannot compute, or only with
-    all scores at once: a ``soft_cap``; ``sinks`` (H,), one more score of each head (see ``sinks.py``); and a
-    ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without a mask, ``causal`` says
-    whether keys and queries are the same tokens in order. Dropout follows torch's generator. ``fused``:
-    whether torch's fused operators may compute the blocks for which they are able to (see
-    ``kernel_checks``).
+    all scores at once: a soft cap, sinks (see ``scores.py``) and a ``bias``. ``mask``: (B or 1, 1, S, T),
+    true where a query sees a key; without a mask, ``causal`` says whether keys and queries are the same
+    tokens in order. Dropout follows torch's generator. ``fused``: whether torch's fused operators may compute
+    the blocks for which they are able to (see ``kernel_checks``).
     """
-    scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
-    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap, bias, fused)
-    return _attention(q_BHSE, k_BKTE, v_BKTE, sinks, options)
+    options = BlockAttentionOptions.of(q_BHSE, scores, causal=causal, mask=mask, bias=bias, fused=fused)
+    return _attention(q_BHSE, k_BKTE, v_BKTE, scores.sinks, options)
 
 
 class _BlockwiseAttention(torch.autograd.Function):

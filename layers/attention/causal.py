@@ -8,12 +8,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...parallel_state.engine import accelerator
-from .alibi import Alibi
-from .backends import HALF, AttentionCall, Backend, PinnedBackend, Score, choose_backend
+from .backends import HALF, AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import blockwise_attention, widened
 from .flex import flex_attention
 from .mask import AttentionScope
 from .ring_and_gathered_attention import context_attention
+from .scores import Alibi, Scores
 from .varlen import varlen_attention
 
 _KERNELS: dict[Backend, SDPBackend] = {
@@ -52,46 +52,25 @@ def causal_attention(
     Returns (B, H, S, E), like ``q``, or as wide as ``v``, whose heads may be narrower. There may be several
     query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of the
     scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
-    soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``sinks.py``;
+    soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``scores.py``;
     ``alibi``: biases of the heads of ``q``. ``backend``: what computes it; ``auto`` takes the first of the
     table in ``backends.py`` that can. With several context ranks (``scope``) the call is collective, and
     computed in blocks.
     """
+    scores = Scores(scale, soft_cap, sinks, alibi, dropout)
     if scope is not None and scope.context is not None:
-        return context_attention(
-            q_BHSE,
-            k_BKSE,
-            v_BKSE,
-            scope.context,
-            dropout=dropout,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi=alibi,
-        )
+        return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, scores)
     scope = scope or AttentionScope()
-    score = score_name(soft_cap=soft_cap is not None, sinks=sinks is not None, alibi=alibi)
-    chosen = choose_backend(call_of(q_BHSE, v_BKSE.shape[-1], scope, dropout=dropout, score=score), backend)
+    chosen = choose_backend(call_of(q_BHSE, v_BKSE.shape[-1], scope, scores), backend)
     if chosen == "varlen":
         return varlen_attention(q_BHSE, k_BKSE, v_BKSE, scope.sequences(q_BHSE), scale=scale)
     if chosen == "flex":
-        mask = scope.block_mask(q_BHSE)
-        return flex_attention(
-            q_BHSE, k_BKSE, v_BKSE, mask, scale=scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi
-        )
+        return flex_attention(q_BHSE, k_BKSE, v_BKSE, scope.block_mask(q_BHSE), scores)
     if chosen == "blockwise":
+        bias, fused = None if alibi is None else alibi.bias(*scope.positions(q_BHSE)), scope.fused(q_BHSE)
+        causal = scope.causal
         return blockwise_attention(
-            q_BHSE,
-            k_BKSE,
-            v_BKSE,
-            scope.mask,
-            causal=scope.causal,
-            dropout=dropout,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            bias=None if alibi is None else alibi.bias(*scope.positions(q_BHSE)),
-            fused=scope.fused(q_BHSE),
+            q_BHSE, k_BKSE, v_BKSE, scope.mask, scores, causal=causal, bias=bias, fused=fused
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     if grouped and (scope.masked or (accelerator.is_accelerator(q_BHSE.device) and q_BHSE.dtype not in HALF)):
@@ -115,7 +94,7 @@ def causal_attention(
 
 
 def call_of(
-    q_BHSE: Tensor, value_width: int, scope: AttentionScope, *, dropout: float, score: Score, width: int = 0
+    q_BHSE: Tensor, value_width: int, scope: AttentionScope, scores: Scores, *, width: int = 0
 ) -> AttentionCall:
     """Describe a call for the choice of its backend; ``width``: the head dim, if ``q`` is only a stand-in."""
     return AttentionCall(
@@ -125,13 +104,6 @@ def call_of(
         value_width,
         masked=scope.masked,
         cached=scope.cached,
-        dropout=dropout > 0,
-        score=score,
+        dropout=scores.dropout > 0,
+        score=scores.kind,
     )
-
-
-def score_name(*, soft_cap: bool, sinks: bool, alibi: Alibi | None) -> Score:
-    """Return the name of a further change of the scores (``AttentionCall.score``)."""
-    if alibi is not None:
-        return "rounded ALiBi" if alibi.rounded else "ALiBi"
-    return "soft cap" if soft_cap else "sinks" if sinks else ""

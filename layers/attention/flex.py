@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from ...parallel_state import engine
-from .alibi import Alibi
+from .scores import Scores
 
 #: Tokens of a block of queries or keys.
 BLOCK = 128
@@ -65,31 +65,27 @@ def flex_attention(
     k_BKSE: Tensor,
     v_BKSE: Tensor,
     mask: BlockMask,
-    *,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Alibi | None = None,
+    scores: Scores,
 ) -> Tensor:
     """Compute attention like ``causal_attention``: (B, H, S, E), or as wide as ``v``."""
     compute: Any = torch_flex_attention if torch.compiler.is_compiling() else _compiled()
-    slopes = None if alibi is None else alibi.steepness(q_BHSE.device)
+    slopes = None if scores.alibi is None else scores.alibi.steepness(q_BHSE.device)
     returned = compute(
         q_BHSE,
         k_BKSE,
         v_BKSE,
-        score_mod=_changed(soft_cap, slopes),
+        score_mod=_changed(scores.soft_cap, slopes),
         block_mask=mask,
-        scale=scale,
+        scale=scores.scale,
         enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
-        return_aux=None if sinks is None else AuxRequest(lse=True),
+        return_aux=None if scores.sinks is None else AuxRequest(lse=True),
     )
-    if sinks is None:
+    if scores.sinks is None:
         out: Tensor = returned
         return out
     out, aux = returned
     # A sink takes its share of each softmax: the rest is the sum without it, over the sum with it.
-    left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(-1, 1))
+    left = torch.sigmoid(aux.lse - scores.sinks.to(aux.lse.dtype).view(-1, 1))
     return out * left.to(out.dtype).unsqueeze(-1)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState
 from ..context_chunks import default_positions, token_places
-from ..host_copies import on_host, send
-from ..rotary import Rope, RotaryEmbedding
+from ..host_numbers import on_host, send
+from ..rope import Rope, RotaryEmbedding
 from .key_value_cache import KeyValueCache
 from .mask import AttentionScope
 from .visible import document_lengths, exceeds

@@ -19,6 +19,7 @@ from ...parallel_state import ParallelState
 from ...parallel_state.engine import accelerator, outside_modes
 from .backends import FAILED, HALF, AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import BlockAttentionOptions, attend, attend_backward, blockwise_attention, fused_takes
+from .scores import Scores
 from .varlen import sequences_of, varlen_attention
 from .visible import documents, visible_tokens
 
@@ -125,7 +126,7 @@ def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor
         sequences = sequences_of(positions, 1, 96, q.device, window)
         mask = visible_tokens(number, number, window)
         by_kernel = varlen_attention(q, k, v, sequences)
-        written_out = blockwise_attention(q, k, v, mask, causal=False)
+        written_out = blockwise_attention(q, k, v, mask, Scores(), causal=False)
         yield by_kernel, written_out
         yield from zip(
             *(torch.autograd.grad(out, inputs, grad) for out in (by_kernel, written_out)), strict=True

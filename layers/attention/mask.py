@@ -12,10 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ...parallel_state import ParallelState, alone_or
 from .backends import Backend
-from .context_mask import ContextScope
 from .flex import block_mask
 from .kernel_checks import is_right
 from .key_value_cache import KeyValueCache
+from .ring_and_gathered_attention import ContextScope
 from .varlen import Sequences, sequences_of
 from .visible import documents, exceeds, restarts, visible_tokens
 

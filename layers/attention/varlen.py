@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host_copies import on_host
+from ..host_numbers import on_host
 from .blockwise import widened
 
 #: Torch's function. Its import takes half a second, and comes before the blocks, which may be compiled.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
-from ..host_copies import on_host
+from ..host_numbers import on_host
 
 
 def documents(positions_BS: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def exceeds(window: int | None, tokens: int) -> bool:
 def restarts(positions: Tensor, *, wait: bool = False) -> bool:
     """Return whether a row holds more than one document.
 
-    Numbers that the host does not have (see ``host_copies``; traced, meta) are waited for only if told so.
+    Numbers that the host does not have (see ``host_numbers``; traced, meta) are waited for only if told so.
     Otherwise the answer is true: attention by documents is right for one document a row as well.
     """
     here = on_host(positions)

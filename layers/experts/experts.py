@@ -1,12 +1,15 @@
-"""Compute experts: many feed-forward nets of one shape, with their weights in stacks."""
+"""Compute experts, and those of GPT-OSS: many feed-forward nets of one shape, their weights in stacks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from ...parallel_state import (
+    Constant,
     Cut,
     Declaration,
     DeclaredModule,
@@ -18,7 +21,7 @@ from ...parallel_state import (
     local,
 )
 from ..mlp import activation
-from .grouped_matmul import grouped_mm
+from .grouped_matmul import GroupSizes, grouped_mm, has_kernel
 
 
 class ExpertAdapter(Protocol):
@@ -105,3 +108,72 @@ class Experts(DeclaredModule):
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.up).shape)}"
+
+
+class ClampedExperts(Experts):
+    """Compute ``down_e((up + 1) * gate * sigmoid(alpha * gate))`` for the rows of each expert e.
+
+    ``gate`` is at most ``limit``, ``up`` between ``-limit`` and ``limit``. Both come from one product, whose
+    even columns are the gate. The parameters lie as Hugging Face's do: ``gate_up`` (E, D, 2F), ``down``
+    (E, F, D), ``gate_up_bias`` (E, 2F) and ``down_bias`` (E, D), which one tensor rank adds. A rank holds the
+    experts of its place on the ``expert`` axis, and of each the part of its tensor rank. Input: (M, D),
+    sorted by expert, with ``counts`` rows for each expert on this rank. Output: (M, D), partial over the
+    tensor ranks. Source: GPT-OSS's model card (2025), section 2.3.
+    """
+
+    transposed = True
+    gate_up: nn.Parameter
+    gate_up_bias: nn.Parameter
+    down_bias: nn.Parameter
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        initial: Initial,
+        state: ParallelState | None = None,
+    ) -> None:
+        DeclaredModule.__init__(self)
+        self.adapters: list[ExpertAdapter] = []
+        self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
+        wide, zero = 2 * intermediate_size, Constant(0.0)
+        # A gate and its upper product are neighbours and stay on one rank.
+        partial = ("tensor",) if self.state.tensor.size > 1 else ()
+        stated = {
+            "gate_up": Declaration((num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial),
+            "gate_up_bias": Declaration((num_experts, wide), Cut(1, unit=2), initial=zero),
+            "down": Declaration((num_experts, intermediate_size, hidden_size), Cut(1), initial=initial),
+            "down_bias": Declaration((num_experts, hidden_size), partial=partial, initial=zero),
+        }
+        for name, declaration in stated.items():
+            declare_parameter(self, name, replace(declaration, experts=True), self.state)
+
+    @property
+    def products(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the stacks."""
+        return ("gate_up",), ("down",)
+
+    def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the experts' outputs (M, D), partial over the tensor ranks."""
+        both_MF = self._products(("gate_up",), x_MD, counts)["gate_up"]
+        both_MF = both_MF + _rows(local(self.gate_up_bias), counts, both_MF)
+        gate_MF = both_MF[:, ::2].clamp(max=self.limit)
+        up_MF = both_MF[:, 1::2].clamp(-self.limit, self.limit)
+        made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
+        out_MD = self._products(("down",), made_MF, counts)["down"]
+        return out_MD + _rows(local(self.down_bias), counts, out_MD) * float(self.state.tensor.index == 0)
+
+    def extra_repr(self) -> str:
+        return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"
+
+
+def _rows(bias_EF: Tensor, counts: Sequence[int], made_MF: Tensor) -> Tensor:
+    """Return the bias of each row of a product, (M, F)."""
+    if isinstance(counts, GroupSizes) and has_kernel(made_MF, bias_EF):  # without waiting for the numbers
+        sizes_E = counts.ends_E.diff(prepend=counts.ends_E.new_zeros(1))
+        return bias_EF.repeat_interleave(sizes_E, 0, output_size=len(made_MF))
+    return torch.cat([bias.expand(count, -1) for bias, count in zip(bias_EF.unbind(), counts, strict=True)])

@@ -91,14 +91,10 @@ class TopKRouter(DeclaredModule):
             (num_experts, hidden_size), partial=partial, initial=initial or Uniform(1 / sqrt(hidden_size))
         )
         declare_parameter(self, "weight", stated, self.state)
-        if bias_corrected:
-            declare_parameter(self, "bias", Declaration((num_experts,), buffer=True), self.state)
-        else:
-            self.register_parameter("bias", None)
-        if biased:
-            declare_parameter(self, "logit_bias", replace(stated, shape=(num_experts,)), self.state)
-        else:
-            self.register_parameter("logit_bias", None)
+        correction = Declaration((num_experts,), buffer=True) if bias_corrected else None
+        declare_parameter(self, "bias", correction, self.state)
+        of_logits = replace(stated, shape=(num_experts,)) if biased else None
+        declare_parameter(self, "logit_bias", of_logits, self.state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Move the router to another device or dtype; the bias stays in fp32 without rounding."""

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or, declare_parameter
 from ..mlp import activation
 from ..parallel_linear import OutputPart, cut_units
-from .recompute import recomputed
-from .runs import Runs
+from .runs import Runs, recomputed
 
 
 class CausalConvolution(DeclaredModule):
@@ -54,10 +53,7 @@ class CausalConvolution(DeclaredModule):
             self.add_module(name, holder)
             self.parts.append(OutputPart(holder, rows, here))
             declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
-            if bias:
-                declare_parameter(holder, "bias", replace(weight, shape=(count,)), self.state)
-            else:
-                holder.register_parameter("bias", None)
+            declare_parameter(holder, "bias", replace(weight, shape=(count,)) if bias else None, self.state)
 
     def forward(self, inputs: Sequence[Tensor], runs: Runs) -> tuple[Tensor, ...]:
         """Return the convolutions of the ``inputs``, of the same shapes."""

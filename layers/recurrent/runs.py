@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ...parallel_state import ParallelState, engine
 from ..attention.inputs import AttentionInputs
 from ..collectives import pair
 from ..context_chunks import own_chunks
-from .recompute import recomputed
 
 
 class Runs:
@@ -105,3 +105,15 @@ def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
         chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))
     }
     return [gathered[place[chunk]] for chunk in range(2 * size)]
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return ``function(*inputs)``, which backward computes again; the gradients are those of ``function``.
+
+    A recurrence in chunks makes several times the bytes of its inputs. ``function`` must be a function of
+    ``inputs`` alone, draw no random numbers, and may be collective. ``torch.compile`` traces it as it is.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*inputs)
+    made: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return made

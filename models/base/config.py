@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...layers import ACTIVATIONS
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
 from ...system import visible
-from .fields import Count, Fixed, Whole, Width
-from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, check_file
+from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, Count, Fixed, Whole, Width, check_file
 
 
 class ModelConfig(BaseModel):

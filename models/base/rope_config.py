@@ -29,7 +29,7 @@ _ALIASES = {"su": "longrope"}
 
 
 class RopeScaling(BaseModel):
-    """State how positions are stretched beyond those of pretraining; see ``layers.rope_frequencies``."""
+    """State how positions are stretched beyond those of pretraining; see ``layers.rope``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 

@@ -33,7 +33,6 @@ from .collectives import (
     ring_exchange_wait,
     work_of,
 )
-from .flight_recorder import dump_on_timeout, group_ranks, recorded_collectives
 from .fully_sharded import (
     ReplicaSums,
     clocked,
@@ -62,6 +61,6 @@ from .local_tensors import (
     local_data,
     tensors_in,
 )
+from .measuring import Waited, dump_on_timeout, group_ranks, recorded_collectives, waiting_time
 from .supported_torch import require_supported
-from .waiting_time import Waited, waiting_time
 from .weight_gradients import compute_weight_gradients

@@ -21,8 +21,8 @@ from ...simulation.rank import simulated_rank
 from ...simulation.record import Collective, StepRecord
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
-from ...training.compute_weights import ComputeWeights
 from ...training.own.module import OwnFamily
+from ...training.precision import ComputeWeights
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult

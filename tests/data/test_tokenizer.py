@@ -24,7 +24,7 @@ from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_identity import give_the_same_ids
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.generation.prompts import prompt_ids
+from trilith.generation.text import prompt_ids
 from trilith.parallel_state import BadInput
 from trilith.testing import run_fresh
 

@@ -9,7 +9,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.generation.continuation import Continuation
+from trilith.generation.text import Continuation
 
 TEXTS = [(Path(string.__file__).parent / f"{name}.py").read_text() for name in ("string", "textwrap", "this")]
 WIDE = ["日本語 naïve ½ 😀👩\u200d👩 한국어", " a  b\n\n\tc "]

@@ -10,7 +10,7 @@ from support.refusals import Refused, refusals
 from torch import nn
 from trilith.checkpoints import load
 from trilith.generation import Sampling, generate
-from trilith.generation.sampling import choose
+from trilith.generation.generate import choose
 from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import RankError, run_parallel

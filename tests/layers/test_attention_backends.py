@@ -23,6 +23,7 @@ from trilith.layers import (
 )
 from trilith.layers.attention import backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
+from trilith.layers.attention.scores import Scores
 from trilith.layers.attention.visible import restarts, visible_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 
@@ -299,7 +300,7 @@ def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(
     for length in range(8, 18):
         q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
         mask = AttentionScope(torch.arange(length)).block_mask(q)
-        flex.flex_attention(q, k, v, mask, alibi=Alibi(alibi_slopes(2), 0.5))
+        flex.flex_attention(q, k, v, mask, Scores(alibi=Alibi(alibi_slopes(2), 0.5)))
     flex._compiled.cache_clear()
     assert len(lengths) == 10
 

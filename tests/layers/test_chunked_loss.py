@@ -10,9 +10,9 @@ from trilith.layers import (
     bounded,
     chunked_cross_entropy,
     chunked_loss,
-    token_losses,
     vocab_parallel_cross_entropy,
 )
+from trilith.layers import loss as cross_entropy
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes
 
@@ -48,7 +48,7 @@ def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
     plain = vocab_parallel_cross_entropy(logits if cap is None else bounded(logits, cap), labels, V, **terms)
     wanted = torch.autograd.grad(plain.sum() * 0.37 * 0.5, every)
     if compiled:  # as on a GPU, where torch's compiler makes a kernel of each reading of the logits
-        monkeypatch.setattr(token_losses, "_compiled", torch.compile(fullgraph=True, backend="aot_eager"))
+        monkeypatch.setattr(cross_entropy, "_compiled", torch.compile(fullgraph=True, backend="aot_eager"))
     how = {"chunk": chunk, "bias": bias, "logit_cap": cap, "scale": torch.tensor(0.5), "compiled": compiled}
     loss = chunked_cross_entropy(hidden, weight, labels, V, **how, **terms)
     torch.testing.assert_close(loss, plain.sum() * 0.5, rtol=1e-10, atol=1e-10)
@@ -73,11 +73,11 @@ def test_a_compiler_that_fails_leaves_the_loss_as_it_is(monkeypatch):
     monkeypatch.setattr(
         torch, "compile", lambda one, fullgraph: compile_with(one, fullgraph=fullgraph, backend=refuses)
     )
-    token_losses._compiled.cache_clear()
+    cross_entropy._compiled.cache_clear()
     hidden, weight, labels = given()
     with pytest.warns(UserWarning, match="does not compile the loss, which runs without: .*no compiler here"):
         found = chunked_cross_entropy(hidden, weight, labels, V, chunk=4, compiled=True)
-    token_losses._compiled.cache_clear()
+    cross_entropy._compiled.cache_clear()
     assert torch.equal(found, chunked_cross_entropy(hidden, weight, labels, V, chunk=4))
 
 
@@ -129,7 +129,7 @@ def test_a_frozen_weight_and_an_evaluation_cost_no_gradient():
     ids=str,
 )
 def test_its_memory_is_a_chunk_of_logits_beside_the_sums(dtype, sums, sum_bytes, cap, monkeypatch):
-    monkeypatch.setattr(token_losses, "BLOCK_ON_CPU", 2**12)
+    monkeypatch.setattr(cross_entropy, "BLOCK_ON_CPU", 2**12)
     monkeypatch.setattr(chunked_loss, "_ROWS", 128)
     torch.manual_seed(1)
     tokens, rows, dim, chunk = 256, 4096, 16, 32

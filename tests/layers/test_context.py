@@ -11,7 +11,7 @@ from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_
 from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
-from trilith.layers.attention.context_mask import Block, ContextScope
+from trilith.layers.attention.ring_and_gathered_attention import Block, ContextScope
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 

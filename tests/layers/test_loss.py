@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from support.configs import config
 from torch.nn import functional as F
-from trilith.layers import IGNORE, padded_vocabulary, token_losses, valid_tokens, vocab_parallel_cross_entropy
+from trilith.layers import IGNORE, padded_vocabulary, valid_tokens, vocab_parallel_cross_entropy
+from trilith.layers import loss as cross_entropy
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes, Operators, run_parallel
@@ -107,7 +108,7 @@ def test_z_loss_is_a_factor_of_the_squared_log_sum_exp(dtype, vocab):
 
 
 def test_backward_may_run_again_and_copies_no_softmax(monkeypatch):
-    monkeypatch.setattr(token_losses, "BLOCK_ON_CPU", 2**12)
+    monkeypatch.setattr(cross_entropy, "BLOCK_ON_CPU", 2**12)
     logits, labels = problem(503, torch.bfloat16)
     x = logits.repeat(1, 100, 1).requires_grad_()
     with LiveBytes() as memory:

@@ -8,7 +8,8 @@ from support.layers import mixture
 from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import ClampedExperts, Experts, GatedShared, MoE, TopKRouter, grouped_mm
-from trilith.layers.experts import clamped_experts, grouped_matmul
+from trilith.layers.experts import experts as stacks
+from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import by_kernel
 from trilith.parallel_state import Layout, Normal, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
@@ -163,7 +164,7 @@ def test_a_rank_without_rows_asks_no_kernel_and_has_gradients_of_zeros(monkeypat
 def test_a_mixture_on_one_rank_of_experts_reads_nothing_from_a_device_with_the_kernel(clamped, monkeypatch):
     """Forward and backward ask no number of the device where torch's kernel multiplies the groups."""
     read = []
-    for module in (grouped_matmul, clamped_experts):
+    for module in (grouped_matmul, stacks):
         monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     monkeypatch.setattr(grouped_matmul.GroupSizes, "sizes", property(lambda self: read.append("sizes")))
     monkeypatch.setattr(Tensor, "tolist", lambda self: read.append("tolist"))

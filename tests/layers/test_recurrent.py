@@ -11,8 +11,7 @@ from trilith.layers.head_groups import HeadGroups
 from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
 from trilith.layers.recurrent.delta_rule import gated_delta_rule
-from trilith.layers.recurrent.recompute import recomputed
-from trilith.layers.recurrent.runs import Runs
+from trilith.layers.recurrent.runs import Runs, recomputed
 from trilith.layers.recurrent.state_space import state_space
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import LiveBytes

@@ -19,7 +19,7 @@ from trilith.layers import (
     TopKRouter,
     compile_blocks,
 )
-from trilith.layers.attention.sinks import Sinks
+from trilith.layers.attention.scores import Sinks
 from trilith.layers.compile import keep_compiled_code, parts_in_one_graph
 from trilith.layers.experts.moe import GatedShared
 from trilith.machine.random_files import write_tokens

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from support.configs import KEYS
 from trilith.models import LlamaConfig
-from trilith.models.base.fields import Fixed, key
+from trilith.models.base.keys import Fixed, key
 from trilith.parallel_state import BadInput
 
 LLAMA = KEYS["llama"] | {"rope_theta": 2e4}

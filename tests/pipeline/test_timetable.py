@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
-from trilith.pipeline.cut import cut_by_cost, stage_costs
 from trilith.pipeline.relay import greet
 from trilith.pipeline.runner import neighbours, schedule_classes
 from trilith.pipeline.schedule_actions import actions
 from trilith.testing import run_parallel
+from trilith.training.stage_cut import cut_by_cost, stage_costs
 
 #: One stage a rank: torch does not state what it runs (``Schedule1F1B`` orders its last rank otherwise).
 STATED = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")

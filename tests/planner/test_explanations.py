@@ -7,7 +7,7 @@ import pytest
 from support.topics import explained
 from trilith.cli.app import run
 from trilith.cli.plan_explain import read_table
-from trilith.pipeline.bubble import bubble_share, micro_batches_for
+from trilith.pipeline.schedule_kinds import bubble_share, micro_batches_for
 from trilith.planner.explanation import evaluate, readable
 from trilith.planner.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 

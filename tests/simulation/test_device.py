@@ -15,7 +15,7 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
 from trilith.layers import GatedMLP
-from trilith.layers.host_copies import change_alike, on_host, send
+from trilith.layers.host_numbers import change_alike, on_host, send
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.simulation import WAITS, Mixed, simulated_rank

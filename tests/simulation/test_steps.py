@@ -18,7 +18,7 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers.host_copies import on_host
+from trilith.layers.host_numbers import on_host
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
 from trilith.pipeline.relay import Travels
@@ -181,7 +181,7 @@ def stages_of_a_user():
     def told(stated, **named):
         stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
 
-    places = "function_loss.py: is_mean", "step.py: Step.refuse"
+    places = "loss.py: is_mean", "step.py: Step.refuse"
     reads = [
         Wait(f"training/{place}", kind, "a step of one's own reads each loss", 9, "step")
         for place in places

@@ -22,9 +22,8 @@ from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
 from trilith.simulation.waits import WAITS, Kind, Per
 from trilith.system.process_end import leave
-from trilith.training.skipped_updates import LossScale
 from trilith.training.step_sums import StepResult
-from trilith.training.update import Update
+from trilith.training.update import LossScale, Update
 
 from support.short_training import Case, build_rank, rank_batch
 

@@ -14,8 +14,7 @@ from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.training.skipped_updates import MOST_OVERFLOWS, LossScale, Spikes
-from trilith.training.update import Update
+from trilith.training.update import MOST_OVERFLOWS, LossScale, Spikes, Update
 
 HALF = {"dtype": "float32", "compute": "float16", "steps": 5}
 HALF["loss_scale"] = {"initial": 256.0, "growth_interval": 2}

@@ -30,7 +30,7 @@ HELPERS = {
     "training/optimizer.py": "sets the learning rate",
     "training/learning_rate.py": "the step's learning rate",
     "training/callbacks.py": "measurements, which change nothing",
-    "training/compute_weights.py": "the weights' copies in another dtype, of which this run has none",
+    "training/precision.py": "the weights' copies in another dtype, of which this run has none",
     "training/samples.py": "cuts rows over context ranks, of which there is one",
 }
 

@@ -1,7 +1,5 @@
 """Run a Python file that a recipe names, the user's own, and take a class, function or object from it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import inspect

@@ -15,7 +15,7 @@ from ...checkpoints.described import describe_build
 from ...layers import Stage, VocabParallelEmbedding, find_blocks
 from ...models import Family, Link, ModelConfig
 from ...models.base.family import making
-from ...models.base.fields import Whole
+from ...models.base.keys import Whole
 from ...parallel_state import BadInput, Box, Layout, ParallelState, Piece, alone_or
 from ...recipes.recipe import Recipe
 from .code import OwnCode, call_own, names, own_code

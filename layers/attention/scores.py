@@ -1,7 +1,11 @@
-"""Compute attention's linear biases (ALiBi): a score falls with the distance of its key, by a slope of the
-head.
+"""Change attention's scores: a scale, a soft cap, linear biases (ALiBi), and sinks.
 
-B batch  H query heads here  Q queries  T keys.  Source: Press et al. 2022.
+With ALiBi a score falls with the distance of its key, by a slope of the head. A sink is one more score of
+each head, learnt, that takes a share of the softmax and has no value.
+
+B batch  H query heads here  S or Q queries  T keys  E head dim
+
+Sources: Press et al. 2022 (ALiBi); Xiao et al. 2023 and GPT-OSS's model card (2025), section 2.2 (sinks).
 """
 
 from __future__ import annotations
@@ -9,11 +13,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import floor, log2
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..device_constants import HostNumbers
+from ...parallel_state import (
+    Constant,
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    alone_or,
+    declare_parameter,
+)
+from ..host_numbers import HostNumbers
+from .backends import Score
+
+
+class Scores(NamedTuple):
+    """State what becomes of an attention's scores; ``causal_attention`` explains each. ``sinks``: (H,)."""
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Alibi | None = None
+    dropout: float = 0.0
+
+    @property
+    def kind(self) -> Score:
+        """Return the name of a further change of the scores (``AttentionCall.score``)."""
+        if self.alibi is not None:
+            return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
+        return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
+
+    def scale_of(self, q_BHSE: Tensor) -> float:
+        """Return the factor of the scores of these queries."""
+        return q_BHSE.shape[-1] ** -0.5 if self.scale is None else self.scale
+
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]
@@ -81,3 +119,35 @@ class Alibi:
         if self.rounded:
             return (slopes.bfloat16() * positions.unsqueeze(1)).to(dtype) * self.factor
         return slopes * positions.unsqueeze(1) * self.factor
+
+
+class Sinks(DeclaredModule):
+    """Hold the sinks of an attention layer: ``weight``, (heads,), of which a rank has those of its heads."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, heads: int, *, initial: Initial | None = None, state: ParallelState | None = None
+    ) -> None:
+        super().__init__()
+        declare_parameter(
+            self, "weight", Declaration((heads,), Cut(0), initial=initial or Constant(0.0)), alone_or(state)
+        )
+
+
+def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sums with the sinks, from those over all keys; call it once for each query."""
+    both_BHS = torch.logaddexp(log_sums_BHS, sinks_H.to(log_sums_BHS.dtype).view(-1, 1))
+    return out_BHSE * (log_sums_BHS - both_BHS).exp().unsqueeze(-1), both_BHS
+
+
+def sinks_gradient(grad_BHSE: Tensor, out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of the sinks, (H,); output and log-sums are those of ``add_sinks``.
+
+    The gradients of queries, keys and values need no rule of their own: ``attend_backward`` takes the same
+    output and log-sums.
+    """
+    inner = log_sums_BHS.dtype
+    shares_BHS = (sinks_H.to(inner).view(-1, 1) - log_sums_BHS).exp()
+    rest_BHS = (grad_BHSE.to(inner) * out_BHSE.to(inner)).sum(-1)
+    return -(shares_BHS * rest_BHS).sum((0, 2)).to(sinks_H.dtype)

@@ -1,6 +1,6 @@
-"""Remember which numbers of the host were sent to a device, so that nobody waits to fetch them back."""
+"""Copy the host's numbers to a device without waiting, and remember them: nobody has to fetch them back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,3 +60,23 @@ def on_host(x: Tensor) -> Tensor | None:
     if copy is None or copy.version != x._version:
         return None
     return copy.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class HostNumbers:
+    """Hold a few numbers that never change; copy them once to each device and dtype that asks for them."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = tuple(values)
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, (N,), on ``device``. In a traced graph they are constants of the graph."""
+        if torch.compiler.is_compiling():
+            return torch.tensor(self._values, dtype=dtype, device=device)
+        if (device, dtype) in self._copies:
+            return self._copies[device, dtype]
+        with torch.inference_mode(False):  # a backward may need them later
+            copy = torch.tensor(self._values, dtype=dtype, device=device)
+        if type(copy) is Tensor and not copy.is_meta:  # not one without numbers, of a trace
+            self._copies[device, dtype] = copy
+        return copy
