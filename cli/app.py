@@ -217,6 +217,10 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     ``--debug``, before the command's name, shows the traceback first.
     """
     pass_any_character()
+    if "RANK" in os.environ:
+        from ..system.process_info import end_with_parent
+
+        end_with_parent()  # before the imports that take seconds: the launcher may be killed meanwhile
     # What a command makes it must be able to read again, and to remove if it fails.
     os.umask(os.umask(0o077) & 0o077)
     try:

@@ -6,21 +6,25 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from ..system import counted
 from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
-from .shared.parameters import Place, Range, from_options
+from .shared.parameters import Place, Range, from_options, written
 from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source
     from ..checkpoints.convert.plan import Plan
 
-_WORKERS = 2
+#: The parameters that mean something with ``--to dcp``.
+_OF_DCP = {"src", "dst", "to", "names", "config", "strict"}
 
 
 def convert(
+    context: typer.Context,
     src: Annotated[
         Place,
         "Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, an address "
@@ -49,7 +53,7 @@ def convert(
         "follow symbolic links that lead out of a Hugging Face folder (links into the Hugging Face "
         "cache are always followed)",
     ] = False,
-    workers: Annotated[int, Range(1), WORKERS] = _WORKERS,
+    workers: Annotated[int, Range(1), WORKERS] = 2,
     verify: Annotated[bool, "read the output again and compare every number with the source"] = False,
     dry_run: Annotated[bool, DRY_RUN] = False,
     strict: Strict = False,
@@ -79,11 +83,8 @@ def convert(
     from .shared.options import parse_counts
 
     if to == "dcp":
-        other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
-                       "--dry-run": dry_run, "--verify": verify, "--allow-nonfinite": allow_nonfinite,
-                       "--allow-symlinks": allow_symlinks, "--workers": workers != _WORKERS,
-                       "--implementation": implementation != "auto"}  # fmt: skip
-        _to_dcp(src, dst, [option for option, is_set in other_forms.items() if is_set], names, config)
+        idle = [option for name, option in written(context).items() if name not in _OF_DCP]
+        _to_dcp(src, dst, idle, names, config)
         return
     plan = from_options(plan_conversion, options, split=parse_counts(split, "convert"))
     if plan.source.foreign is not None:

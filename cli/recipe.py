@@ -1,8 +1,7 @@
 """``trilith recipe from-deepspeed|from-trainer|from-megatron FILE``."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ..system.errors import BadInput
 from .shared.inputs import check_there
@@ -11,17 +10,9 @@ from .shared.parameters import As, Range
 from .shared.say import say
 
 
-class Origin(StrEnum):
-    """Whose configuration is read."""
-
-    deepspeed = "from-deepspeed"
-    trainer = "from-trainer"
-    megatron = "from-megatron"
-
-
 def recipe(
     origin: Annotated[
-        Origin,
+        Literal["from-deepspeed", "from-trainer", "from-megatron"],
         "from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
         "from-megatron (a log of Megatron-LM, its YAML, or stored arguments as JSON)",
     ],
@@ -60,14 +51,14 @@ def recipe(
 
     if out is not None:
         check_output_file(out, force=force)
-    if words and origin is not Origin.megatron:
+    if words and origin != "from-megatron":
         raise BadInput("recipe", "WORDS", expected=f"none with {origin}", found=repr(" ".join(words))[:60])
     if words:
         translation = from_megatron(arguments_of([str(file), *words]), COMMAND, ranks=ranks)
-    elif origin is Origin.megatron:
+    elif origin == "from-megatron":
         translation = from_megatron(read_arguments(file), str(file), ranks=ranks)
     else:
-        translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
+        translate = from_deepspeed if origin == "from-deepspeed" else from_trainer
         translation = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
         say(translation.toml(), nl=False)

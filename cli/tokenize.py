@@ -1,8 +1,7 @@
 """``trilith tokenize INPUT... --tokenizer DIR_OR_MODEL --out PREFIX [--from megatron] [--to megatron]``."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,11 +16,8 @@ from .shared.say import byte_progress, say, token_progress
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
 
 
-class Origin(StrEnum):
-    """Say which program wrote the token ids."""
-
-    megatron = "megatron"
-    datatrove = "datatrove"
+#: The programs whose token ids are read.
+Origin = Literal["megatron", "datatrove"]
 
 
 def index_files(
@@ -37,7 +33,7 @@ def index_files(
         expected = "no option that says how to tokenize: the tokens are there"
         raise BadInput("tokenize", "--from", expected=expected, found=idle[0])
     weights: list[float] | None = None
-    if origin is Origin.megatron:
+    if origin == "megatron":
         prefixes, weights = parse_blend([str(path) for path in inputs], "tokenize")
         files = [read_megatron(Path(prefix)) for prefix in prefixes]
     else:
@@ -71,12 +67,6 @@ def index_files(
         say(f"[data]\ntokens = {to_toml([str(name) for name in names])}")
         if weights is not None:
             say(f"weights = {to_toml(weights)}")
-
-
-class Target(StrEnum):
-    """Say which program is to read the token ids, too."""
-
-    megatron = "megatron"
 
 
 def tokenize(
@@ -115,7 +105,9 @@ def tokenize(
         "a .ds file; they are not copied",
     ] = None,
     target: Annotated[
-        Target | None, As("--to", "NAME"), "megatron: write .idx too, with which Megatron reads .bin"
+        Literal["megatron"] | None,
+        As("--to", "NAME"),
+        "megatron: write .idx too, with which Megatron reads .bin",
     ] = None,
     quiet: Annotated[bool, "show no progress bar"] = False,
 ) -> None:

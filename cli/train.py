@@ -85,11 +85,6 @@ def train(
 
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory, exact=exact, html=html)
         return
-    if "RANK" in os.environ:
-        from ..system.process_info import end_with_parent
-
-        end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
-
     only_dry = (
         ("--rank", rank),
         ("--device-memory", device_memory),

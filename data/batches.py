@@ -4,10 +4,11 @@ The only position is the step. Everything else follows from (seed, step) and the
 micro-batches are made one by one, ahead in a thread.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from .batch import BatchParts
 from .mixture import Interleave
 from .prefetch import Prefetch
 from .rows import Documents, Overlong, Samples, rows_of
-from .shuffle import ids_at, permute, piece_of, positions_in, positions_of
+from .shuffle import ids_at, permute, piece_of, positions_of
 from .token_file import TokenFile
 
 #: Rows whose labels are counted at once: a bound of memory.
@@ -51,22 +52,24 @@ class Mixture:
         return max(file.vocab_size for file in self.files)
 
 
-class SampleOrder:
+class SampleOrder(ABC):
     """Say which sample each row of a step is: the same for any number of data ranks.
 
     An epoch gives each sample of a source once, in an order of its own. If a step needs more than the epoch
     has left, the next epoch follows in the same batch. ``lengths``: number of samples of each source.
     """
 
+    sequence_length: int
+
     def __init__(self, interleave: Interleave, lengths: Sequence[int], global_batch: int, seed: int) -> None:
         self._interleave, self._lengths = interleave, lengths
         self.global_batch, self.seed = global_batch, seed
-        positions_of(0, global_batch)  # refuses a batch of nothing
+        piece_of(global_batch, 0, 1)  # refuses a batch of nothing
         permute([], 1, seed, 0)  # refuses a bad seed
 
     def resized(self, global_batch: int) -> Self:
         """Return the same rows in the same order, in batches of another size."""
-        positions_of(0, global_batch)  # refuses a batch of nothing
+        piece_of(global_batch, 0, 1)  # refuses a batch of nothing
         other = copy(self)
         other.global_batch = global_batch
         return other
@@ -87,14 +90,13 @@ class SampleOrder:
         span = " to ".join(dict.fromkeys(ends))
         return f"{self.samples:,} {rows}{sources}, {span} {'epoch' if span == '1' else 'epochs'}"
 
-    def sample_ids(
-        self, step: int, data_index: int = 0, data_size: int = 1
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each row of the batch, the number of its source and the row's number in that source."""
-        return self._numbers(step, piece_of(self.global_batch, data_index, data_size))
+    @abstractmethod
+    def rows(self, step: int, rows: range) -> Batch | dict[str, Tensor]:
+        """Return these rows, which follow one another, of the global batch of ``step``."""
 
-    def _numbers(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        sources, draws = self._interleave.locate(positions_in(step, self.global_batch, rows))
+    def sample_ids(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for each of these rows, the number of its source and its number in that source."""
+        sources, draws = self._interleave.locate(positions_of(step, self.global_batch, rows))
         ids = np.empty_like(draws)
         for source in np.unique(sources):
             here = sources == source
@@ -159,7 +161,7 @@ class GlobalBatches(SampleOrder):
 
     def rows(self, step: int, rows: range) -> Batch:
         """Return these rows, which follow one another, of the global batch of ``step``; it reads no other."""
-        sources, numbers = self._numbers(step, rows)
+        sources, numbers = self.sample_ids(step, rows)
         shape = (len(numbers), self.sequence_length)
         ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         positions = np.broadcast_to(np.arange(self.sequence_length), shape).copy()
@@ -179,21 +181,10 @@ class GlobalBatches(SampleOrder):
         count = 0
         for begin in range(rows.start, rows.stop, _COUNTED_AT_ONCE):
             chunk = range(begin, min(begin + _COUNTED_AT_ONCE, rows.stop))
-            sources, numbers = self._numbers(step, chunk)
+            sources, numbers = self.sample_ids(step, chunk)
             for source in np.unique(sources).tolist():
                 count += self._rows[source].count_labels(numbers[sources == source])
         return count
-
-
-class StepRows(Protocol):
-    """Define what ``MicroBatches`` takes: ``GlobalBatches``, or ``ItemBatches``."""
-
-    global_batch: int
-    sequence_length: int
-
-    def rows(self, step: int, rows: range) -> Batch | dict[str, Tensor]:
-        """Return these rows of the global batch of ``step``."""
-        ...
 
 
 class MicroBatches:
@@ -206,7 +197,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        batches: StepRows,
+        batches: SampleOrder,
         state: ParallelState,
         *,
         micro_batch: int,

@@ -51,7 +51,7 @@ class ItemBatches(SampleOrder):
 
     def rows(self, step: int, rows: range) -> dict[str, Tensor]:
         """Return these items, which follow one another, of the global batch of ``step``, on dim 0."""
-        sources, numbers = self._numbers(step, rows)
+        sources, numbers = self.sample_ids(step, rows)
         samples = [
             self._checked(self._item(source, number), source, number)
             for source, number in zip(sources.tolist(), numbers.tolist(), strict=True)

@@ -49,18 +49,13 @@ def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
     return permute(indices, n, seed, epochs, stream=stream)
 
 
-def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: int = 1) -> Ids:
-    """Return the positions in the endless sequence that a data rank takes at ``step``.
+def positions_of(step: int, global_batch: int, rows: range) -> Ids:
+    """Return the positions in the endless sequence of these rows, which follow one another, of the global
+    batch of ``step``.
 
     Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and a batch larger
-    than the data spans several epochs. int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in
-    the order of ``data_index``, are the global batch.
+    than the data spans several epochs.
     """
-    return positions_in(step, global_batch, piece_of(global_batch, data_index, data_size))
-
-
-def positions_in(step: int, global_batch: int, rows: range) -> Ids:
-    """Return the positions of these rows, which follow one another, of the global batch of ``step``."""
     if step < 0:
         raise BadInput("order", "step", expected="a whole number from 0 up", found=step)
     start = step * global_batch
@@ -70,7 +65,7 @@ def positions_in(step: int, global_batch: int, rows: range) -> Ids:
 
 
 def piece_of(global_batch: int, data_index: int, data_size: int) -> range:
-    """Return the rows of the global batch that a data rank takes."""
+    """Return the rows that a data rank takes: the ranks' pieces, in order, are the global batch."""
     if global_batch < 1:
         raise BadInput("order", "global_batch", expected="at least 1", found=global_batch)
     if data_size < 1 or global_batch % data_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..layers import routers
@@ -37,14 +38,10 @@ def check_rules(rules: Iterable[Rule], where: str) -> None:
 
 def check_recipe(recipe: Recipe, where: str) -> None:
     """Refuse numbers that do not fit each other, before anything is read or started."""
-    check_rules(_model(recipe, where), where)
-    check_rules(_data(recipe), where)
-    check_rules(_own_model(recipe), where)
-    check_rules(_optimizer(recipe.optimizer, recipe.steps), where)
-    check_rules(_precision(recipe), where)
+    first = chain(_model(recipe, where), _data(recipe), _own_model(recipe))
+    check_rules(chain(first, _optimizer(recipe.optimizer, recipe.steps), _precision(recipe)), where)
     layout, name = recipe.layout, recipe.pipeline_schedule
-    check_rules(float8_rules(recipe, layout, name), where)
-    check_rules(_idle(recipe), where)
+    check_rules(chain(float8_rules(recipe, layout, name), _idle(recipe)), where)
     check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
     check_memory_of_pipeline(recipe.memory, layout, name, where)
     check_rules(_ranks(recipe, layout), where)

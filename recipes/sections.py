@@ -2,8 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 
 from ..data.rows import Documents, Overlong, Samples
 from ..layers import Checkpointing
@@ -239,15 +238,6 @@ class WatchSection(Section):
     """steps, counted from 1, that torch.profiler records as a Chrome trace"""
     trace_ranks: list[int] = Field(default=[0])
     """ranks that write traces"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, keys: Any) -> Any:
-        if isinstance(keys, dict) and "tensorboard" in keys:
-            raise PydanticCustomError(
-                "renamed", "Input should be trackers = ['tensorboard'] in the place of the key tensorboard"
-            )
-        return keys
 
 
 class DebugSection(Section):

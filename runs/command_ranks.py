@@ -7,7 +7,7 @@ from pathlib import Path
 from ..storage.small_files import read_text
 from .launch import launch
 
-#: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
+#: In the status folder, what the first rank has to say at the end: the ranks' stderr is the launcher's log.
 _FIGURES = "figures"
 
 

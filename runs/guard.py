@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import MachineFailed, PeerFailed, rank_at_fault
+from ..storage.disk import DiskFailed, write_whole
 from ..storage.small_files import read_json
 from ..system.refusals import UNEXPECTED
 from .flight_recorder import what_it_waited_for, write_record
@@ -53,10 +54,8 @@ def blame_together(beat: Heartbeat) -> str:
     try:
         accused = _look(beat.folder, beat.world, but=beat.rank, run=beat.run, wait=_WAIT)
         if accused:
-            with suppress(OSError):
-                whole = verdict.with_suffix(".tmp")
-                whole.write_text(json.dumps(accused))
-                whole.replace(verdict)
+            with suppress(DiskFailed):
+                write_whole(verdict, json.dumps(accused))
         return "; ".join(accused.values())
     finally:
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """Write and read what each rank leaves on disk while it runs and when it ends: ``status/rank<r>.json``.
 
-From these files the other ranks tell which rank failed first. torchrun turns every exit code into 1 and shows
-the victim of a hang instead of its cause; in the run's folder all ranks, on all hosts, can see each other
+From these files the other ranks tell which rank failed first. torchrun turns every exit code into 1, and the
+victim of a hang may end before its cause; in the run's folder all ranks, on all hosts, can see each other
 without a collective.
 """
 

@@ -1,4 +1,6 @@
-"""Get from a command to a running process group: directly for one rank, through torchrun for many."""
+"""Get from a command to a running process group: in this process for one rank, in one of its own for each of
+several.
+"""
 
 import os
 import signal
@@ -8,11 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -33,72 +36,15 @@ from ..parallel_state import (
 )
 from ..system import counted, visible
 from ..system.machine import usable_cores
-from ..system.process_info import adopting_orphans, children_of, environment_of, process_info
+from ..system.process_info import LAUNCHER
 from .guard import blame
-from .heartbeat import RankStatus, first_failure, make_folder, new_start, read_status
+from .heartbeat import first_failure, make_folder, new_start, read_status
 from .rendezvous import join, tell_spares
-from .requests import GRACE, PREEMPTED
+from .requests import PREEMPTED
 
 _LOOK_EVERY = 0.2
 #: Seconds that ranks have to end by themselves once one has failed.
 _HANGING_AFTER = 4.0
-#: Seconds that ranks have to save and leave once torchrun is gone.
-_ORPHANS_AFTER = GRACE + 5.0
-
-
-class OwnRanks:
-    """Follow the ranks under ``child``, which is torchrun, by their status in the folder ``status``.
-
-    Their status has the name ``run``. A process counts as ours if ``run`` is in its environment and its
-    parent is torchrun or, once torchrun is dead, this process; a status file alone proves nothing.
-    """
-
-    def __init__(self, child: subprocess.Popen[bytes], status: Path, run: str) -> None:
-        self._child, self._status, self._run = child, status, run
-
-    def wait(self) -> int:
-        """Return the exit code of torchrun, once it and all ranks are gone.
-
-        torchrun gives ranks that hang after a failure half a minute; we give less.
-        """
-        failed_at: float | None = None
-        while self._child.poll() is None:
-            time.sleep(_LOOK_EVERY)
-            statuses = read_status(self._status, run=self._run)
-            if failed_at is None and any(status.code not in (None, 0, PREEMPTED) for status in statuses):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
-                for status in statuses:
-                    if status.code is None and self._runs_under_torchrun(status):
-                        os.kill(status.pid, signal.SIGKILL)
-        self._end_orphans()
-        return self._child.returncode
-
-    def _runs_under_torchrun(self, status: RankStatus) -> bool:
-        info = None if status.gone else process_info(status.pid)
-        return info is not None and info.parent == self._child.pid and info.started == status.started
-
-    def _end_orphans(self) -> None:
-        """Ask ranks whose torchrun was killed to save and leave; after a while, kill them."""
-        deadline, asked = time.monotonic() + _ORPHANS_AFTER, set[int]()
-        while orphans := self._orphans():
-            late = time.monotonic() > deadline
-            for pid in orphans if late else orphans - asked:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-            asked |= orphans
-            time.sleep(_LOOK_EVERY)
-        for pid in asked:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
-    def _orphans(self) -> set[int]:
-        """Return the ranks of this start that are now our children, because their torchrun died."""
-        name = f"TORCHELASTIC_RUN_ID={self._run}"
-        pids = [child.pid for child in children_of(os.getpid()) if child.alive]
-        return {pid for pid in pids if name in environment_of(pid)}
-
-
 #: Seconds in which a rank that failed has to end by itself.
 _TO_LEAVE = 5.0
 
@@ -218,31 +164,25 @@ def process_group(
 
 
 def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | None = None) -> int:
-    """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; return the exit code of the rank
-    that failed first, or 0.
+    """Run ``trilith <arguments>`` on ``world`` local ranks; return the exit code of the rank that failed
+    first, or 0.
 
-    torchrun replaces every exit code by 1, so the ranks' own codes and messages are read from the folder
-    ``status``, which no other launch uses. SIGTERM and SIGINT are passed on to torchrun, which passes them to
-    the ranks. If this process or torchrun is killed, the ranks save and end. ``lock``: a descriptor that the
-    ranks inherit.
+    The ranks' codes and messages are read from the folder ``status``, which no other launch uses: they tell a
+    victim from its cause. SIGTERM and SIGINT are passed on to the ranks. If this process is killed, the ranks
+    save and end. ``lock``: a descriptor that the ranks inherit.
     """
     check_local_ranks(world)
     make_folder(status)
     run = new_start()
-    each = max(1, (os.cpu_count() or 1) // world)
-    command = [sys.executable, "-m", "trilith.runs.torchrun_agent", str(os.getpid())]
-    command += ["--nproc-per-node", str(world)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", run]
-    command += ["--no-python", sys.executable, "-m", "trilith.cli", *arguments]
-    environment = {"OMP_NUM_THREADS": str(each), **os.environ}
-    with tempfile.TemporaryFile("w+") as log, adopting_orphans():
-        # On a failure torchrun prints a page that blames the victim; it is kept for the unexpected case.
-        child = subprocess.Popen(command, env=environment, stdin=lock, stderr=log)
-        with forward_signals(child):
-            ranks = OwnRanks(child, status, run)
-            code = ranks.wait()
+    # The ranks meet at a store of this process, which outlives each of them.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryFile("w+") as log:
+        ranks = _start(arguments, world, run, store.port, stdin=lock, stderr=log)
+        with forward_signals(ranks):
+            _wait(ranks, status, run)
+        codes = [rank.returncode for rank in ranks]
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
-        if code == 0 or ended == [0] * world:  # whatever became of torchrun
+        if not any(codes) or ended == [0] * world:  # whatever became of a process behind its end
             return 0
         failed = first_failure(status, run=run)
         if failed is not None:
@@ -253,20 +193,69 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         if not (dead and ended):  # not one came far enough to say why
             log.seek(0)
             sys.stderr.write(visible(log.read()))
-    if dead or code < 0:
-        why = visible(dead) or f"torchrun was killed by signal {-code}"
+    if dead or min(codes) < 0:
+        why = visible(dead) or f"rank {codes.index(min(codes))} was killed by signal {-min(codes)}"
         sys.stderr.write(f"error: {why}\n")
         return PeerFailed.exit_code
-    return code
+    return max(codes)
+
+
+def _start(
+    arguments: Sequence[str], world: int, run: str, port: int, *, stdin: int | None, stderr: IO[str]
+) -> list[subprocess.Popen[bytes]]:
+    """Start the ranks of the start ``run``, with torchrun's variables, in sessions of their own: Ctrl-C in a
+    terminal reaches this process alone.
+    """
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)},
+        **{"LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": run, LAUNCHER: str(os.getpid())},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    command = [sys.executable, "-m", "trilith.cli", *arguments]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            how: dict[str, Any] = {"stdin": stdin, "stderr": stderr, "start_new_session": True}
+            ranks.append(subprocess.Popen(command, env=environment, **how))
+    except BaseException:
+        for started in ranks:
+            started.kill()
+        raise
+    return ranks
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> None:
+    """Wait until all ranks have ended. Once one has failed, the others are asked to end; those whose status
+    does not say soon that they do hang, and are killed.
+    """
+    failed_at: float | None = None
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        time.sleep(_LOOK_EVERY)
+        statuses = read_status(status, run=run)
+        codes = [rank.returncode for rank in ranks] + [rank_status.code for rank_status in statuses]
+        if failed_at is None and any(code not in (None, 0, PREEMPTED) for code in codes):
+            failed_at = time.monotonic()
+            _send(running, signal.SIGTERM)
+        if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
+            ending = {rank_status.pid for rank_status in statuses if rank_status.code is not None}
+            _send([rank for rank in running if rank.pid not in ending], signal.SIGKILL)
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        rank.send_signal(number)  # which does nothing to a process that has ended
 
 
 @contextmanager
-def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM and SIGINT on to the child during the block."""
+def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Pass SIGTERM and SIGINT on to the ranks during the block."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
+        _send(ranks, number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -68,7 +68,7 @@ def only_run_in(folder: Path, state: ParallelState, *, patience: float | None = 
 def inherits_lock(folder: Path) -> bool:
     """Tell whether the launcher that started this rank holds the lock.
 
-    The launcher passes the lock on as standard input, the only descriptor that torchrun passes to ranks.
+    The launcher passes the lock on as standard input.
     """
     try:
         same = os.path.samestat(os.fstat(_STANDARD_INPUT), os.stat(_file(folder)))

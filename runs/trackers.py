@@ -28,62 +28,6 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
             )  # fmt: skip
 
 
-class NamedTrackers:
-    """Make Accelerate's trackers of one run.
-
-    ``out``: the run's folder, where files of TensorBoard and of wandb lie, and the file that says by which
-    name each tracker knows the run. ``project``: the name under which a tracker lists several runs.
-    ``start``: how many steps are done; 0 begins a new run in each tracker.
-    """
-
-    def __init__(self, out: Path, project: str, *, start: int) -> None:
-        from accelerate import PartialState
-
-        self._out, self._project, self._start = out, project, start
-        path = out / _IDENTITIES
-        self._known: dict[str, str] = read_json(path) if start and path.is_file() else {}
-        self._made: dict[str, Any] = {}
-        # Accelerate's trackers refuse to log before it. The user's own stays.
-        self._state = PartialState() if not PartialState._shared_state else None
-
-    def goes_on(self, name: TrackerName) -> bool:
-        """Tell whether the tracker has steps of this run that it cannot drop."""
-        return name in self._known
-
-    def make(self, name: TrackerName) -> Any:
-        """Return the tracker, not yet started."""
-        from accelerate import tracking
-
-        title = self._out.absolute().name
-        if name == "tensorboard":
-            made: Any = tracking.TensorBoardTracker(name, str(self._out), purge_step=self._start + 1)
-        elif name == "mlflow":  # gives runs their identity by itself
-            made = tracking.MLflowTracker(self._project, run_name=title, run_id=self._known.get(name))
-        else:
-            identity = self._known.setdefault(name, secrets.token_hex(4))
-            if name == "wandb":
-                made = tracking.WandBTracker(
-                    self._project, name=title, id=identity, resume="allow", dir=str(self._out)
-                )
-            else:
-                made = tracking.TrackioTracker(self._project, name=f"{title}-{identity}", resume="allow")
-        self._made[name] = made
-        return made
-
-    def remember(self) -> None:
-        """Write by which name each tracker knows the run, once all have started."""
-        if "mlflow" in self._made:
-            self._known["mlflow"] = self._made["mlflow"].tracker.info.run_id
-        if self._known:
-            write_whole(self._out / _IDENTITIES, json.dumps(self._known))
-
-    def close(self) -> None:
-        """Leave Accelerate as it was before."""
-        if self._state is not None:
-            self._state._reset_state()
-            self._state = None
-
-
 class Tracker(Protocol):
     """Describe what a tracker can do; every ``accelerate.tracking.GeneralTracker`` can.
 
@@ -111,11 +55,13 @@ class _Running(NamedTuple):
 class Trackers:
     """Start the trackers of a run, and hand figures to them; for the first rank alone.
 
-    ``names``: the trackers of the recipe; ``others``: the objects that were given to ``run``. ``start``: the
-    number of steps done; ``logged``: the last step that an earlier attempt handed over. If a resumed run
-    repeats steps, trackers do not get them a second time, except TensorBoard, whose files can drop the steps
-    after ``start``. A tracker that fails later is no longer called, and ``say`` gets the reason. Raises
-    ``BadInput`` if a tracker cannot be started.
+    ``names``: the trackers of the recipe; ``others``: the objects that were given to ``run``. ``out``: the
+    run's folder, where files of TensorBoard and of wandb lie. ``project``: the name under which a tracker
+    lists several runs. ``start``: the number of steps done; 0 begins a new run in each tracker. ``logged``:
+    the last step that an earlier attempt handed over. If a resumed run repeats steps, trackers do not get
+    them a second time, except TensorBoard, whose files can drop the steps after ``start``. A tracker that
+    fails later is no longer called, and ``say`` gets the reason. Raises ``BadInput`` if a tracker cannot be
+    started.
     """
 
     def __init__(
@@ -130,17 +76,22 @@ class Trackers:
         logged: int,
         say: Callable[[str], None],
     ) -> None:
-        self._say = say
-        self._named = NamedTrackers(out, project, start=start) if names else None
-        self._running: list[_Running] = []
+        self._say, self._running = say, list[_Running]()
+        path = out / _IDENTITIES
+        known: dict[str, str] = read_json(path) if names and start and path.is_file() else {}
+        self._accelerate = _accelerate_state() if names else None
         try:
-            if self._named is not None:
-                for name in names:
-                    last_logged = logged if self._named.goes_on(name) else start
-                    tracker = self._begin(name, self._named.make(name), last_logged)
-                    if not start and name != "tensorboard":  # there it would show as a run of its own
-                        tracker.store_init_configuration(dict(recipe))
-                self._named.remember()
+            for name in names:
+                # One that knows the run has steps of it that it cannot drop.
+                last_logged = logged if name in known else start
+                tracker = _made(name, out, project, known, start)
+                self._begin(name, tracker, last_logged)
+                if name == "mlflow":
+                    known[name] = tracker.tracker.info.run_id
+                if not start and name != "tensorboard":  # there it would show as a run of its own
+                    tracker.store_init_configuration(dict(recipe))
+            if known:
+                write_whole(path, json.dumps(known))
             for other in others:
                 self._begin(_name_of(other), other, logged)
                 if not start:
@@ -149,7 +100,7 @@ class Trackers:
             self.close()
             raise
 
-    def _begin(self, name: str, tracker: Tracker, logged: int) -> Tracker:
+    def _begin(self, name: str, tracker: Tracker, logged: int) -> None:
         try:
             tracker.start()
         except Exception as error:  # of a package of others, which may raise anything
@@ -159,7 +110,6 @@ class Trackers:
                 todo="Without a network: WANDB_MODE=offline, or a MLFLOW_TRACKING_URI on this machine",
             ) from error  # fmt: skip
         self._running.append(_Running(name, tracker, logged))
-        return tracker
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Hand over the numbers known after ``step`` steps; other values are left out."""
@@ -173,8 +123,9 @@ class Trackers:
         for running in [*self._running]:
             self._try(running, lambda tracker: tracker.finish())
         self._running = []
-        if self._named is not None:
-            self._named.close()
+        if self._accelerate is not None:
+            self._accelerate._reset_state()
+            self._accelerate = None
 
     def _try(self, running: _Running, call: Callable[[Tracker], None]) -> None:
         """Call a tracker. A run of days must not end because a tracker's server does not answer."""
@@ -183,6 +134,30 @@ class Trackers:
         except Exception as error:
             self._running.remove(running)
             self._say(f"tracker {running.name} failed and gets nothing more: {type(error).__name__}: {error}")
+
+
+def _accelerate_state() -> Any:
+    """Return the state of Accelerate, before which its trackers refuse to log; ``None`` if the user has made
+    one, which stays.
+    """
+    from accelerate import PartialState
+
+    return PartialState() if not PartialState._shared_state else None
+
+
+def _made(name: TrackerName, out: Path, project: str, known: dict[str, str], start: int) -> Any:
+    """Return Accelerate's tracker, not yet started. ``known``: by which name each tracker knows the run."""
+    from accelerate import tracking
+
+    title = out.absolute().name
+    if name == "tensorboard":
+        return tracking.TensorBoardTracker(name, str(out), purge_step=start + 1)
+    if name == "mlflow":  # gives runs their identity by itself
+        return tracking.MLflowTracker(project, run_name=title, run_id=known.get(name))
+    identity = known.setdefault(name, secrets.token_hex(4))
+    if name == "wandb":
+        return tracking.WandBTracker(project, name=title, id=identity, resume="allow", dir=str(out))
+    return tracking.TrackioTracker(project, name=f"{title}-{identity}", resume="allow")
 
 
 def _name_of(tracker: Tracker) -> str:

@@ -101,13 +101,18 @@ def own_memory() -> OwnMemory | None:
     return OwnMemory(virtual, resident, resident - shared, data)
 
 
-def end_with_parent(number: int = signal.SIGTERM, *, parent: int | None = None) -> None:
-    """Have the system send this process the signal when its parent dies; now, if ``parent`` is gone already.
+#: The variable by which a launcher tells its ranks its process id.
+LAUNCHER = "_TRILITH_LAUNCHER"
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have the system send this process the signal when its parent dies; now, if that was its launcher, which
+    is gone already.
 
     Does nothing on a system other than Linux.
     """
     _prctl(_SET_PARENT_DEATH_SIGNAL, number)
-    if parent is not None and sys.platform == "linux" and os.getppid() != parent:
+    if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), number)
 
 

@@ -30,19 +30,43 @@ def need(package: str, path: Path) -> Any:
         raise BadInput(path, expected=f"the {package} package to read it", found="none", todo=todo) from error
 
 
-def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]:
-    """Yield the portions; refuse one that takes too much memory to unpack."""
-    while True:
-        try:
-            with bounded(memory=MOST_MEMORY):
-                portion = next(portions, None)
-        except OverLimit as error:
-            expected = f"rows that are unpacked within {error}"
-            todo = "Write the file anew with shorter rows"
-            raise BadInput(path, "rows", expected=expected, found="some that need more", todo=todo) from None
-        if portion is None:
-            return
-        yield portion
+def read_rows(path: Path, choose: Choose) -> Iterator[Portion]:
+    """Yield the rows of a Parquet file, or of a data set's folder, in order.
+
+    Raises ``BadInput`` for what is no such file, and for rows that take too much memory to unpack.
+    """
+    pyarrow, before = need("pyarrow", path), 0
+    read = _arrow_rows if path.is_dir() else _parquet_rows
+    for file in dataset_files(path) if path.is_dir() else [path]:
+        portions = read(file, choose)
+        while True:
+            try:
+                with bounded(memory=MOST_MEMORY):  # pyarrow has a MemoryError of its own
+                    portion = next(portions, None)
+            except OverLimit as error:
+                expected = f"rows that are unpacked within {error}"
+                todo, actual = "Write the file anew with shorter rows", "some that need more"
+                raise BadInput(file, "rows", expected=expected, found=actual, todo=todo) from None
+            except (pyarrow.ArrowException, OSError) as error:
+                expected = "a stream of Arrow tables" if path.is_dir() else "a Parquet file"
+                raise BadInput(file, expected=expected, found=" ".join(str(error).split())[:200]) from error
+            if portion is None:
+                break
+            yield portion[0], before + portion[1]
+        before += file.stat().st_size
+
+
+def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
+    file = importlib.import_module("pyarrow.parquet").ParquetFile(path)
+    columns = choose(file.schema_arrow.names, path)
+    rows = _rows_at_once(file.metadata, columns)
+    size, done, total = path.stat().st_size, 0, max(file.metadata.num_rows, 1)
+    for batch in file.iter_batches(batch_size=rows, columns=columns):
+        done += batch.num_rows
+        yield batch.to_pylist(), size * done // total
+    if done != file.metadata.num_rows:
+        expected = f"{file.metadata.num_rows:,}, as its footer says"
+        raise BadInput(path, "rows", expected=expected, found=f"{done:,}")
 
 
 def _rows_at_once(metadata: Any, columns: list[str]) -> int:
@@ -58,29 +82,13 @@ def _rows_at_once(metadata: Any, columns: list[str]) -> int:
     return max(1, min(_ROWS, _GOOD_SIZE * rows // max(size, 1)))
 
 
-def read_parquet(path: Path, choose: Choose) -> Iterator[Portion]:
-    """Yield a Parquet file's rows in order."""
-    return _within_memory(_parquet_rows(path, choose), path)
-
-
-def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
-    need("pyarrow", path)
-    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-        columns = choose(file.schema_arrow.names, path)
-        rows = _rows_at_once(file.metadata, columns)
-        size, done, total = path.stat().st_size, 0, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=rows, columns=columns):
-            done += batch.num_rows
-            yield batch.to_pylist(), size * done // total
-        if done != file.metadata.num_rows:
-            expected = f"{file.metadata.num_rows:,}, as its footer says"
-            raise BadInput(path, "rows", expected=expected, found=f"{done:,}")
-    except MemoryError:  # which pyarrow's own is too
-        raise
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInput(path, expected="a Parquet file", found=" ".join(str(error).split())[:200]) from error
+def _arrow_rows(path: Path, choose: Choose) -> Iterator[Portion]:
+    pyarrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
+    with pyarrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
+        columns = choose(reader.schema.names, path)
+        for batch in reader:
+            for first in range(0, batch.num_rows, _ROWS):
+                yield batch.select(columns).slice(first, _ROWS).to_pylist(), source.tell()
 
 
 def dataset_files(folder: Path) -> list[Path]:
@@ -104,27 +112,3 @@ def dataset_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise BadInput(file, expected="a file that state.json names", found="nothing there")
     return files
-
-
-def read_dataset(folder: Path, choose: Choose) -> Iterator[Portion]:
-    """Yield a data set's rows in order."""
-    return _within_memory(_dataset_rows(folder, choose), folder)
-
-
-def _dataset_rows(folder: Path, choose: Choose) -> Iterator[Portion]:
-    need("pyarrow", folder)
-    pyarrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
-    before = 0
-    for path in dataset_files(folder):
-        try:
-            with pyarrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
-                columns = choose(reader.schema.names, path)
-                for batch in reader:
-                    for first in range(0, batch.num_rows, _ROWS):
-                        yield batch.select(columns).slice(first, _ROWS).to_pylist(), before + source.tell()
-        except MemoryError:
-            raise
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise BadInput(path, expected="a stream of Arrow tables", found=reason) from error
-        before += path.stat().st_size

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 from ...parallel_state import BadInput
 from ...storage.safe_open import stat_regular
 from ...storage.strict_json import parse_object
-from .parquet_and_arrow import dataset_files, need, read_dataset, read_parquet
+from .parquet_and_arrow import dataset_files, need, read_rows
 from .tokenizer_loading import LARGEST_TEXT
 
 #: No document has more bytes, for none may have more characters than are tokenized at once.
@@ -91,7 +91,7 @@ def read_blocks(
     if path.is_dir() or path.name.endswith(".parquet"):
         choose = _chat_columns if chat else functools.partial(_column, json_key)
         first = 1
-        for rows, position in (read_dataset if path.is_dir() else read_parquet)(path, choose):
+        for rows, position in read_rows(path, choose):
             yield Block(path, "rows", first, rows, position)
             first += len(rows)
         return

@@ -9,13 +9,15 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
 from ..commented import to_toml
 from ..optimizer_sections import LossScaleSection
 from ..recipe import Recipe, parse_recipe
+
+Setting = TypeVar("Setting", bool, str)
 
 #: No count or time of a run is larger; products of two are still numbers.
 LARGEST = 1e18
@@ -193,17 +195,15 @@ class ForeignConfig:
         return None if value is None else int(value)
 
     def flag(self, key: str) -> bool:
-        value = self.value(key)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise self.bad(key, "true or false", value)
-        return value
+        return bool(self._of_type(bool, key, "true or false"))
 
     def text(self, key: str) -> str | None:
+        return self._of_type(str, key, "a string")
+
+    def _of_type(self, kind: type[Setting], key: str, expected: str) -> Setting | None:
         value = self.value(key)
-        if value is not None and not isinstance(value, str):
-            raise self.bad(key, "a string", value)
+        if value is not None and not isinstance(value, kind):
+            raise self.bad(key, expected, value)
         return value
 
     def section(self, key: str) -> ForeignConfig:

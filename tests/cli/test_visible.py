@@ -171,9 +171,8 @@ def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):
 def test_the_word_of_a_failed_rank_commands_nothing(tmp_path, monkeypatch, capsys):
     """A rank's status file holds its error, which may quote a file."""
     failed = SimpleNamespace(rank=1, code=2, error=HARM)
-    child = SimpleNamespace(poll=lambda: 1, pid=0)
+    child = SimpleNamespace(poll=lambda: 1, pid=0, returncode=1)
     monkeypatch.setattr(launch.subprocess, "Popen", lambda *words, **more: child)
-    monkeypatch.setattr(launch, "OwnRanks", lambda *words: SimpleNamespace(wait=lambda: 1))
     monkeypatch.setattr(launch, "first_failure", lambda *words, **more: failed)
     assert launch.launch([], 2, tmp_path / "status") == 2
     said = capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_samples_are_windows_and_labels_are_the_next_tokens(make):
     assert input_ids.is_contiguous() and labels.is_contiguous()
     assert torch.equal(labels, input_ids + 1)
     assert sorted(input_ids[:, 0].tolist()) == [0, 8, 16, 24, 32, 40]
-    assert (input_ids[:, 0] // 8).tolist() == ids_at(positions_of(0, 6), 6, seed=1).tolist()
+    assert (input_ids[:, 0] // 8).tolist() == ids_at(positions_of(0, 6, range(6)), 6, seed=1).tolist()
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
@@ -160,7 +160,8 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make)
     files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, 1000), make("c", 8 * 30 + 1, 2000)]
     data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
     assert data.samples == 80
-    drawn = [(int(s), int(i)) for step in range(8) for s, i in zip(*data.sample_ids(step), strict=True)]
+    pairs = (zip(*data.sample_ids(step, range(10)), strict=True) for step in range(8))
+    drawn = [(int(source), int(number)) for step in pairs for source, number in step]
     assert Counter(source for source, _ in drawn) == {0: 40, 1: 24, 2: 16}
     assert Counter(i for source, i in drawn if source == 0) == dict.fromkeys(range(40), 1)
     second = Counter(i for source, i in drawn if source == 1)
@@ -173,7 +174,8 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make)
 
 def test_files_of_one_size_have_orders_of_their_own(make):
     files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
-    sources, ids = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0).sample_ids(0)
+    data = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0)
+    sources, ids = data.sample_ids(0, range(100))
     assert (ids[sources == 0] != ids[sources == 1]).any()
 
 

@@ -13,7 +13,7 @@ from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
 from trilith.data.rows import SampleRows, rows_of
-from trilith.data.shuffle import permute, positions_of
+from trilith.data.shuffle import permute, piece_of, positions_of
 from trilith.data.text.chat_formats import conversation_of
 from trilith.data.token_index import check_vocabulary
 from trilith.data.token_writer import TokenWriter
@@ -26,10 +26,10 @@ def raw(why, call, says):
 
 
 test_places_in_an_epoch_that_cannot_be_are_refused = refusals(
-    raw("E13-batch-not-divisible", partial(positions_of, 0, 10, 0, 4), ": global_batch: "),
-    raw("E11-batch-of-nothing", partial(positions_of, 0, 0), ": global_batch: "),
-    raw("negative-step", partial(positions_of, -1, 4), ": step: "),
-    raw("step-past-int64", partial(positions_of, 2**62, 4), ": step: "),
+    raw("E13-batch-not-divisible", partial(piece_of, 10, 0, 4), ": global_batch: "),
+    raw("E11-batch-of-nothing", partial(piece_of, 0, 0, 1), ": global_batch: "),
+    raw("negative-step", partial(positions_of, -1, 4, range(4)), ": step: "),
+    raw("step-past-int64", partial(positions_of, 2**62, 4, range(4)), ": step: "),
     raw("negative-seed", partial(permute, [0], 1, -1, 0), ": seed: "),
     raw("F1-no-samples", partial(permute, [], 0, 1, 0), ": samples: "),
     raw("mixture-of-nothing", partial(Interleave, []), "mixture"),

@@ -6,20 +6,19 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from unittest import mock
 
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.runs import heartbeat
+from trilith.runs import heartbeat, launch
 from trilith.runs.events import Events, outcome
 from trilith.runs.guard import blame, blame_together
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
-from trilith.runs.launch import OwnRanks
 from trilith.runs.requests import PREEMPTED
-from trilith.system.process_info import adopting_orphans, children_of, start_of
+from trilith.system.process_info import start_of
 
 #: This process, as the status of a rank names it.
 HERE = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -278,72 +277,20 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
     assert capsys.readouterr().out.splitlines()[0] == outcome(tmp_path).text
 
 
-@pytest.fixture
-def torchrun(request):
-    """Stand in for torchrun with one rank under it, which ends by itself after 0.6 s or the parameter's.
-
-    The stand-in then prints the code with which its rank ended.
-    """
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
-    command = ["sh", "-c", f"sleep {getattr(request, 'param', 0.6)}; echo $?"]
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-    while not children_of(child.pid):
-        time.sleep(0.01)
-    yield child
-    child.kill()
-    child.communicate()
-
-
-def soon_hanging():
-    """Let a launcher look often, and take ranks for hanging long before those of a test end."""
-    return mock.patch.multiple("trilith.runs.launch", _LOOK_EVERY=0.02, _HANGING_AFTER=0.05)
-
-
-def rank_of(child):
-    (rank,) = children_of(child.pid)
-    return rank.pid, rank.started
-
-
-@pytest.mark.parametrize(
-    ("run", "off", "ended", "torchrun"),
-    [("ours", 0, True, 100), ("another's", 0, False, 0.6), ("ours", 1, False, 0.6)],
-    ids=["ours", "of-another-start", "of-another-process"],
-    indirect=["torchrun"],
-)
-def test_only_a_rank_of_this_start_is_taken_for_hanging(tmp_path, torchrun, run, off, ended):
-    """Rank 0 of a start has failed; the status of rank 1 names a process that runs under our torchrun."""
-    pid, started = rank_of(torchrun)
-    leave(tmp_path, 0, run=run, code=2, **HERE, started=start_of(os.getpid()))
-    leave(tmp_path, 1, run=run, **HERE | {"pid": pid}, started=started + off)
-    with soon_hanging():
-        assert OwnRanks(torchrun, tmp_path, "ours").wait() == 0
-    assert torchrun.stdout is not None
-    assert (int(torchrun.stdout.read()) != 0) == ended
-
-
-def test_a_process_that_somebody_else_started_is_left_alone(tmp_path, torchrun):
-    """Its status says everything right, but our torchrun is not its parent."""
+def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(tmp_path):
+    """Rank 0 has failed, rank 1 ends when it is asked, rank 2 hangs, and rank 3 is about to end."""
+    deaf = "trap '' TERM; exec sleep"
+    scripts = ("exit 2", "exec sleep 60", f"{deaf} 60", f"{deaf} 0.6")
+    ranks = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
     stranger = subprocess.Popen(["sleep", "60"])
-    leave(tmp_path, 0, run="ours", code=2, **HERE, started=start_of(os.getpid()))
-    leave(tmp_path, 1, run="ours", **HERE | {"pid": stranger.pid}, started=start_of(stranger.pid))
+    leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only ranks of ours are killed
+    leave(tmp_path, 3, run="ours", code=3, pid=ranks[3].pid)
     try:
-        with soon_hanging():
-            OwnRanks(torchrun, tmp_path, "ours").wait()
+        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2):
+            launch._wait(ranks, tmp_path, "ours")
+        assert [rank.returncode for rank in ranks] == [2, -signal.SIGTERM, -signal.SIGKILL, 0]
         assert stranger.poll() is None
     finally:
-        stranger.kill()
-        stranger.wait()
-
-
-@pytest.mark.parametrize("torchrun", [100], indirect=True)
-def test_ranks_of_a_torchrun_that_was_killed_are_asked_to_leave_and_waited_for(tmp_path, torchrun):
-    pid, _ = rank_of(torchrun)
-    with adopting_orphans():
-        ranks = OwnRanks(torchrun, tmp_path, "ours")
-        torchrun.kill()
-        began = time.monotonic()
-        assert ranks.wait() == -signal.SIGKILL
-    assert time.monotonic() - began < 50, "the rank has not ended by itself"
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        pytest.fail("the rank still runs")
+        for process in (stranger, *ranks):
+            process.kill()
+            process.wait()

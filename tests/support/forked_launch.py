@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 from trilith.ranks import fork_server, processes
-from trilith.runs import torchrun_agent as agent
 from trilith.system.process_end import leave
 
 Command = Callable[[list[str]], int]
@@ -121,13 +120,17 @@ def fork_templates() -> None:
 def launch_forked(command: Command, words: list[str], folder: str) -> None:
     """Run ``command`` (``trilith.cli.app.run``) on ``words``: a function for ``run_fresh``, without a group.
 
-    The processes, their sessions, environments and standard inputs are a user's: launcher, torchrun under it,
-    ranks under that. Only, none is a new interpreter, which would import torch for seconds. The launcher's
+    The processes, their sessions, environments and standard inputs are a user's: launcher, ranks under it.
+    Only, none is a new interpreter, which would import torch for seconds. The launcher's
     process id is in the file ``launcher-R`` of ``folder``, R the rank of the call. What goes to standard
     output is dropped.
     """
     _leave_the_test(Path(folder), "launcher")
-    with mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun), _forked_ranks(command):
+
+    def start(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any, **_: Any) -> Forked:
+        return Forked(be_a_rank(command), words, env, stdin=stdin, stderr=stderr, session=True)
+
+    with mock.patch("trilith.runs.launch.subprocess.Popen", start):
         leave(command(words))
 
 
@@ -189,16 +192,18 @@ def _forked_ranks(command: Command) -> Iterator[None]:
     """Let torchrun, in this process, fork its ranks during the block."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    def be_a_rank(started: Sequence[str]) -> None:
-        ours = next(number for number, word in enumerate(started) if word in ("trilith", "trilith.cli"))
-        sys.exit(command([*started[ours + 1 :]]))
+    def start(_: object, words: Sequence[str], env: Mapping[str, str]) -> Forked:
+        return Forked(be_a_rank(command), words, env, session=True)
 
-    with mock.patch.object(
-        SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)
-    ):
+    with mock.patch.object(SubprocessHandler, "_popen", start):
         yield
 
 
-def _start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
-    rest = words[words.index("trilith.runs.torchrun_agent") + 1 :]
-    return Forked(agent.main, rest, env, stdin=stdin, stderr=stderr)
+def be_a_rank(command: Command) -> Callable[[Sequence[str]], None]:
+    """Return what a rank does that is started with words such as ``trilith train recipe.toml``."""
+
+    def main(words: Sequence[str]) -> None:
+        ours = next(number for number, word in enumerate(words) if word in ("trilith", "trilith.cli"))
+        sys.exit(command([*words[ours + 1 :]]))
+
+    return main

@@ -1,7 +1,7 @@
-"""Starts of ``trilith train`` killed at random moments: a rank, the launcher, torchrun; some race each other.
+"""Starts of ``trilith train`` killed at random moments: ranks or the launcher; some race each other.
 
-Whole starts, process for process as a user's: launcher, torchrun under it, ranks under that, with their
-sessions, environments and standard inputs. Only, each is a fork of its parent and not a new interpreter,
+Whole starts, process for process as a user's: launcher, ranks under it, with their sessions, environments and
+standard inputs. Only, each is a fork of its parent and not a new interpreter,
 which would import torch for seconds: so there are a hundred kills where there would be ten.
 """
 
@@ -25,7 +25,7 @@ from trilith.testing import run_fresh
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
-VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", "all ranks")
+VICTIMS = ("launcher", "rank 0", "rank 1", "launcher and rank 1", "all ranks")
 
 
 def start(arguments, folder):
@@ -33,27 +33,16 @@ def start(arguments, folder):
         launch_forked(run, ["train", *arguments], folder)
 
 
-def tree(launcher):
-    """Return the process ids of a start, by the kind of process."""
-    under = [one.pid for one in children_of(launcher)]
-    return {
-        "launcher": [launcher],
-        "torchrun": under,
-        "ranks": [r.pid for a in under for r in children_of(a)],
-    }
-
-
-def chosen(found, victim):
-    """Whom to kill; where the start has not come so far, its launcher."""
-    ranks = found["ranks"]
+def chosen(launcher, victim):
+    """Whom to kill of a start; where it has not come so far, its launcher."""
+    ranks = [child.pid for child in children_of(launcher)]
     wanted = {
-        "torchrun": found["torchrun"],
         "rank 0": ranks[:1],
         "rank 1": ranks[1:],
-        "launcher and torchrun": found["launcher"] + found["torchrun"],
+        "launcher and rank 1": [launcher, *ranks[1:]],
         "all ranks": ranks,
     }
-    return wanted.get(victim) or found["launcher"]
+    return wanted.get(victim) or [launcher]
 
 
 def holders(lock):
@@ -102,7 +91,7 @@ class Starts(Campaign):
                     time.sleep(0.01)
             time.sleep(random.random() * 0.6)
             victim, launcher = random.choice(VICTIMS), random.choice(launchers)
-            self.kill(chosen(tree(launcher), victim))
+            self.kill(chosen(launcher, victim))
             codes = ended.result()
         self.kills += 1
         self.races += racing

@@ -371,7 +371,7 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
     sets = [[{"n": torch.tensor([k, n])} for n in range(size)] for k, size in enumerate(sizes)]
     items = ItemBatches([(each, f"set {k}") for k, each in enumerate(sets)], weights, 4, 6, 5)
     for step in range(5):
-        sources, numbers = tokens.sample_ids(step)
+        sources, numbers = tokens.sample_ids(step, range(6))
         rows = items.rows(step, range(6))["n"]
         assert rows.tolist() == [list(pair) for pair in zip(sources.tolist(), numbers.tolist(), strict=True)]
         assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
@@ -433,7 +433,7 @@ def test_data_sets_are_mixed_each_with_its_arguments(tmp_path):
     data["arguments"] = [{"items": 16}, {"items": 5, "seed": 1}]
     planned = plan(parse_recipe(recipe("vit", tmp_path, data=data)))
     assert planned.own.items.samples == 21
-    sources, _ = planned.own.items.sample_ids(0)
+    sources, _ = planned.own.items.sample_ids(0, range(8))
     assert sources.tolist().count(1) == 2 and "3/4 of 16 items" in planned.own.items.fingerprint
 
 

@@ -86,8 +86,8 @@ LORA_ROWS = {
 ROWS = {
     "data-ranks-do-not-divide-the-batch": (r"data\.global_batch", {"layout": {"data": 3}}),
     "a-rank-to-trace-that-is-none": ("ranks from 0 to 0, found 1", {"watch": {"trace_ranks": [1]}}),
-    "the-old-key-of-tensorboard": (
-        r"expected trackers = \['tensorboard'\] in the place of the key tensorb",
+    "a-tracker-as-a-key": (
+        r"watch\.tensorboard: .* keys of watch: trackers",
         {"watch": {"tensorboard": True}},
     ),
     "biases-of-a-router-that-has-none": (
