@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..system import counted
+from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _WORKERS = 2
 
 
+@no_garbage_search(hide=True)
 def convert(
     src: Annotated[
         Place,
