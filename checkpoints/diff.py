@@ -7,7 +7,7 @@ import torch
 
 from ..parallel_state import BadInput
 from ..storage.catalog import LazyTensor
-from ..storage.strides import slabs
+from ..storage.strides import blocks
 from .source import Source
 
 _ELEMENTS = 1 << 22
@@ -57,7 +57,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
 def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
     name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
-    for box in slabs(a.box, _ELEMENTS):
+    for box in blocks(a.box, _ELEMENTS):
         x, y = (tensor.read(box, finite=False) for tensor in (a, b))
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)

@@ -15,7 +15,7 @@ from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS
-from ..storage.strides import slabs
+from ..storage.strides import blocks
 from .foreign.rules import Table
 from .optimizer_state import moment_name
 
@@ -45,9 +45,9 @@ class Repeated:
 
 
 def sha256_of(tensor: LazyTensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, read in slices of its first dim."""
+    """Return the SHA-256 of a tensor's bytes, read in blocks."""
     digest = hashlib.sha256()
-    for box in slabs(tensor.box, _AT_ONCE):
+    for box in blocks(tensor.box, _AT_ONCE):
         digest.update(tensor.read(box, finite=False).reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -16,11 +16,10 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.catalog import Key, LazyTensor
 from ..storage.crc import Checksum, combine, crc32
-from ..storage.dtypes import BITS, TORCH, look_at
+from ..storage.dtypes import TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import StoredFile, shown
-from ..storage.strides import contiguous
 from .find import damaged
 from .manifest import Manifest
 from .rank_files import checkpoint_files
@@ -257,7 +256,7 @@ def read_whole(
             end, tensors = regions.get(at, (end, tensors))
             if at >= end:
                 continue
-            if len(tensors) == 1 and tensors[0] not in at_once and _row_major(file, tensors[0]):
+            if len(tensors) == 1 and tensors[0] not in at_once and file.tensors[tensors[0]].steps is None:
                 each(tensors[0], torch.frombuffer(data, dtype=TORCH[file.tensors[tensors[0]].dtype]))
                 continue
             region += data
@@ -275,22 +274,18 @@ def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, lis
     """Return, by the first byte of a region, its end and the tensors in it: several if they share bytes."""
     regions: dict[int, tuple[int, list[str]]] = {}
     begin, end = 0, 0
-    for first, last, key in sorted((*file.extent(key), key) for key in file.tensors if key in keys):
+    extents = ((view.begin, view.end, key) for key, view in file.tensors.items() if key in keys)
+    for first, last, key in sorted(extents):
         if first < last:
             begin, end = (first, last) if first >= end else (begin, max(end, last))
             regions[begin] = end, [*regions.get(begin, (0, []))[1], key]
     return regions
 
 
-def _row_major(file: TensorFile, key: str) -> bool:
-    (begin, end), entry = file.extent(key), file.tensors[key]
-    return end - begin == entry.nbytes and file.strides(key) == contiguous(entry.shape)
-
-
 def _tensor(file: TensorFile, key: str, region: bytearray, begin: int) -> Tensor:
     """Return a tensor of the bytes of its region, which begins at byte ``begin`` of the file."""
-    entry, (first, last) = file.tensors[key], file.extent(key)
-    data = memoryview(region)[first - begin : last - begin]
-    if (first - begin) % (BITS[entry.dtype] // 8):  # of another dtype than what lies before it
+    view = file.tensors[key]
+    data = memoryview(region)[view.begin - begin : view.end - begin]
+    if (view.begin - begin) % view.itemsize:  # of another dtype than what lies before it
         data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=TORCH[entry.dtype]).as_strided(entry.shape, file.strides(key))
+    return torch.frombuffer(data, dtype=TORCH[view.dtype]).as_strided(view.shape, view.strides)

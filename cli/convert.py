@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..system import counted
+from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _OF_DCP = {"src", "dst", "to", "names", "config", "strict"}
 
 
+@no_garbage_search(hide=True)
 def convert(
     context: typer.Context,
     src: Annotated[

@@ -6,32 +6,18 @@ said twice, hundreds of thousands of empty tensors), which are refused here.
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
 
 from ..parallel_state import BadInput
 from .dtypes import BITS
 from .strict_json import parse_object, shown, what_it_looks_like
+from .strides import View
 
 MAX_HEADER = 16 << 20
 MAX_TENSORS = 100_000
 MAX_DIMS = 64
 _LENGTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Describe a tensor of a file: its dtype by the format's name, its shape, and its range of bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 def header_length(first: bytes, size: int, where: object) -> int:
@@ -56,7 +42,7 @@ def header_length(first: bytes, size: int, where: object) -> int:
 
 def parse_header(
     raw: bytes, size: int, where: object, *, expected: Container[str] = ()
-) -> tuple[dict[str, Entry], dict[str, str], int]:
+) -> tuple[dict[str, View], dict[str, str], int]:
     """Parse the header from its JSON bytes and the size of the whole file; return the tensors, the metadata
     and the first byte behind the header. Every byte of the file belongs to exactly one tensor or to it.
 
@@ -82,7 +68,7 @@ def parse_header(
 
 def build_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, View]]:
     """Return the first bytes of a file with these ``{name: (dtype, shape)}``, and each tensor's place.
 
     Tensors keep their order, but those of wider elements come first, as in the format's own writer: then
@@ -90,16 +76,16 @@ def build_header(
     """
     order = sorted(tensors, key=lambda name: -BITS[tensors[name][0]])
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    spans, at = {}, 0
+    views: dict[str, View] = {}
+    at = 0
     for name in order:
-        dtype, shape = tensors[name]
-        spans[name] = (at, at + prod(shape) * BITS[dtype] // 8)
-        at = spans[name][1]
-        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(spans[name])}
+        view = views[name] = View.row_major(*tensors[name], at)
+        at = view.end
+        fields[name] = {"dtype": view.dtype, "shape": [*view.shape], "data_offsets": [view.begin, at]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     data = _LENGTH + len(text)
-    entries = {name: Entry(*tensors[name], data + begin, data + end) for name, (begin, end) in spans.items()}
+    entries = {name: View.row_major(*tensors[name], data + view.begin) for name, view in views.items()}
     return len(text).to_bytes(_LENGTH, "little") + text, entries
 
 
@@ -117,7 +103,7 @@ def _check_name(name: str, where: object) -> None:
         raise BadInput(where, "tensor", expected="a name of printable letters, not a path", found=shown(name))
 
 
-def _entry(name: str, value: object, data_begin: int, where: object) -> Entry:
+def _entry(name: str, value: object, data_begin: int, where: object) -> View:
     def refuse(expected: str, found: object) -> NoReturn:
         raise BadInput(where, f"tensor {shown(name)}", expected=expected, found=shown(found))
 
@@ -139,14 +125,14 @@ def _entry(name: str, value: object, data_begin: int, where: object) -> Entry:
     bits = prod(shape) * BITS[dtype]
     if bits != (end - begin) * 8:
         refuse(f"{bits / 8:,.10g} bytes for {dtype} {shape}", f"{end - begin:,} bytes in data_offsets")
-    return Entry(dtype, tuple(shape), data_begin + begin, data_begin + end)
+    return View(dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _check_tiling(tensors: dict[str, Entry], data_begin: int, size: int, where: object) -> None:
+def _check_tiling(tensors: dict[str, View], data_begin: int, size: int, where: object) -> None:
     """Check that tensors follow one another: no hole, no overlap, nothing behind the last."""
     at, before = data_begin, "the header"
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):

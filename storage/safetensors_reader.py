@@ -21,8 +21,8 @@ from ..parallel_state import BadCheckpoint, BadInput, Box
 from .crc import Checksum
 from .dtypes import BITS, TORCH
 from .safe_open import open_regular, read_full
-from .safetensors_header import Entry, header_length, parse_header
-from .strides import Runs, blocks, contiguous, runs_of
+from .safetensors_header import header_length, parse_header
+from .strides import Runs, View, blocks, runs_of
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -38,7 +38,7 @@ _SAMPLES, _SAMPLE = 64, 4096
 class TensorFile:
     """Read a safetensors file whose header was checked. It holds no file descriptor between calls.
 
-    ``tensors``: for each name its ``Entry``. ``metadata``: the file's own ``__metadata__``. ``identity``
+    ``tensors``: for each name its ``View``. ``metadata``: the file's own ``__metadata__``. ``identity``
     changes when the file changes, even if its time stamp was put back. Safe to use from several threads at
     once.
     """
@@ -46,7 +46,7 @@ class TensorFile:
     def __init__(
         self,
         path: Path,
-        tensors: dict[str, Entry],
+        tensors: dict[str, View],
         metadata: dict[str, str],
         data_begin: int,
         identity: object,
@@ -98,14 +98,6 @@ class TensorFile:
         (whole,) = parts
         return whole
 
-    def extent(self, name: str) -> tuple[int, int]:
-        """Return the first byte of the tensor, and the one after its last."""
-        return self.tensors[name].begin, self.tensors[name].end
-
-    def strides(self, name: str) -> tuple[int, ...]:
-        """Return how many elements further the next one lies, along each dim."""
-        return contiguous(self.tensors[name].shape)
-
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 
@@ -123,7 +115,7 @@ class TensorFile:
         assert fits, (name, out.dtype, out.shape)
         if not box.size:
             return out
-        strides = self.strides(name)
+        strides = entry.strides
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         with self.opened() as fd:
             if all(a < b for a, b in pairwise(dim for dim in order if box.shape[dim] > 1)):
@@ -150,13 +142,13 @@ class TensorFile:
         runs = [*self._runs(name, box)]
         first = min(run.offset for run in runs)
         last = max(run.offset + (run.rows - 1) * run.stride + run.length for run in runs)
-        begin, _ = self.extent(name)
+        begin = self.tensors[name].begin
         with self.opened() as fd:
             os.posix_fadvise(fd, begin + first, last - first, os.POSIX_FADV_WILLNEED)
 
     def _fill(self, fd: int, name: str, all_runs: Iterable[Runs], out: torch.Tensor) -> None:
         """Fill a tensor with the runs of ``name``, one after another."""
-        into, (begin, _), at = out.reshape(-1).view(torch.uint8).numpy(), self.extent(name), 0
+        into, begin, at = out.reshape(-1).view(torch.uint8).numpy(), self.tensors[name].begin, 0
 
         def read(part: Bytes, offset: int) -> None:
             if (count := read_full(fd, part.data, begin + offset)) < part.size:
@@ -199,7 +191,7 @@ class TensorFile:
 
     def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """Yield the ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
-        begin, _ = self.extent(name)
+        begin = self.tensors[name].begin
         for runs in self._runs(name, box or Box.whole(self.tensors[name].shape)):
             for row in range(runs.rows):
                 yield begin + runs.offset + row * runs.stride, runs.length
@@ -208,7 +200,7 @@ class TensorFile:
         """Yield the runs of ``box``, in element order, counted from where the tensor begins."""
         entry = self.tensors[name]
         assert BITS[entry.dtype] % 8 == 0, entry.dtype
-        return runs_of(entry.shape, box, BITS[entry.dtype] // 8, self.strides(name))
+        return runs_of(entry.shape, box, entry.itemsize, entry.strides)
 
     @contextmanager
     def opened(self) -> Iterator[int]:

@@ -1,11 +1,15 @@
-"""Compute which bytes of a tensor a box covers, a regular grid of equal runs; check that boxes tile it."""
+"""Say where a tensor lies in a file; compute which bytes a box of it covers, a regular grid of equal runs;
+check that boxes tile it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import NoReturn
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
+from .dtypes import BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,69 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     (12, 4, 1)
     """
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Describe a tensor of a file: its dtype by safetensors' name, its shape, and its range of bytes.
+
+    ``begin`` is the first byte of the element at index 0. ``steps``: how many elements further the next one
+    lies, along each dim; ``None`` if they lie in one piece, row by row.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    steps: tuple[int, ...] | None = None
+
+    @classmethod
+    def strided(cls, dtype: str, shape: tuple[int, ...], begin: int, strides: tuple[int, ...]) -> "View":
+        """Return the view of elements that lie so far from each other."""
+        span = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) + 1
+        end = begin + (span * BITS[dtype] // 8 if prod(shape) else 0)
+        return cls(dtype, shape, begin, end, None if strides == contiguous(shape) else strides)
+
+    @classmethod
+    def row_major(cls, dtype: str, shape: tuple[int, ...], begin: int) -> "View":
+        """Return the view of a tensor that lies in one piece from byte ``begin`` on."""
+        return cls(dtype, shape, begin, begin + prod(shape) * BITS[dtype] // 8)
+
+    def __setstate__(self, state: object) -> NoReturn:  # a pickle would move a view that was checked
+        raise ValueError("a state for a tensor")
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Return how many elements further the next one lies, along each dim."""
+        return contiguous(self.shape) if self.steps is None else self.steps
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes from the first to the last element, those between them included."""
+        return self.end - self.begin
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return BITS[self.dtype] // 8
+
+    @property
+    def nested(self) -> bool:
+        """Return whether no two elements share bytes, and the view is as simple as slices, steps and
+        permutations of a row-major tensor make it.
+        """
+        inside = 1
+        steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
+        for stride, count in sorted(steps):
+            if stride < inside:
+                return False
+            inside = stride * count
+        return True
+
+    def narrow(self, box: Box) -> "View":
+        """Return the part of the view in ``box``."""
+        first = sum(start * stride for start, stride in zip(box.start, self.strides, strict=True))
+        return self.strided(self.dtype, box.shape, self.begin + first * self.itemsize, self.strides)
 
 
 def runs_of(
@@ -78,17 +145,6 @@ def blocks(box: Box, most: int) -> Iterator[Box]:
                 (*index, start, *box.start[dim + 1 :]),
                 (*(i + 1 for i in index), stop, *box.stop[dim + 1 :]),
             )
-
-
-def slabs(whole: Box, most: int) -> Iterator[Box]:
-    """Yield the box in slabs of whole rows of its first dim, each of at most ``most`` elements or one row."""
-    if not whole.start:
-        yield whole
-        return
-    count = whole.shape[0]
-    rows = max(1, most // max(1, whole.size // max(1, count)))
-    for start in range(0, count, rows):
-        yield whole.narrow(0, start, min(start + rows, count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,13 @@ from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
 from ...storage.safe_open import check_plain_name, contained, read_small
 from ...storage.strict_json import shown
-from ...storage.strides import check_coverage
+from ...storage.strides import View, check_coverage
 from ...storage.torch_archive import (
     Limits,
     Maker,
     Name,
     OrderedDict,
     Record,
-    View,
     ViewFile,
     read_archive,
     read_records,

@@ -46,7 +46,7 @@ def _read_torch_save(path: Path) -> ForeignCheckpoint:
         todo = "Name the run or the model that the tokens are for"
         raise BadInput(path, expected="weights", found="a token file", todo=todo)
     file = open_state_dict(path)
-    tensors = Catalog({name: in_one_file(file, name) for name in file.views})
+    tensors = Catalog({name: in_one_file(file, name) for name in file.tensors})
     return ForeignCheckpoint(path, _TORCH_SAVE, tensors)
 
 

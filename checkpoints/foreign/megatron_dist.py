@@ -17,7 +17,8 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
-from ...storage.torch_archive import Maker, View, ViewFile, read_archive
+from ...storage.strides import View
+from ...storage.torch_archive import Maker, ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
@@ -180,7 +181,7 @@ def _unflattened(piece: Piece[Key], size: tuple[int, ...]) -> Iterator[Piece[Key
     """Yield a flat piece of a part of ``size`` as boxes of the whole tensor."""
     file, key = piece.stored
     assert isinstance(file, ViewFile), file
-    view, first = file.views[key], piece.box.start[-1]
+    view, first = file.tensors[key], piece.box.start[-1]
     corner = tuple(at * n for at, n in zip(piece.box.start, size, strict=False))
     for box, at in _boxes_of(size, first, piece.box.stop[-1]):
         part = View.row_major(view.dtype, box.shape, view.begin + (at - first) * view.itemsize)

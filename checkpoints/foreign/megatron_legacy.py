@@ -17,7 +17,8 @@ from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
-from ...storage.torch_archive import View, ViewFile, read_archive
+from ...storage.strides import View
+from ...storage.torch_archive import ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .megatron_arguments import NAMES, Arguments, step_folder

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...parallel_state import BadInput, Box
-from ...storage.torch_archive import View
+from ...storage.strides import View
 from .megatron_arguments import Arguments
 
 _ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
@@ -42,7 +42,7 @@ def whole_parts(
         first = expert * each
         if match:
             layer, number = match[3] or match[4], int(match[2] or match[5])
-            stacked = View(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
+            stacked = View.strided(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
             name = f"{match[1]}experts.{layer}.weight"
             for whole, box, part in _cut(name, stacked, 1, tensor, ranks, arguments):
                 yield whole, box.shift((first + number, 0, 0)), part
@@ -109,7 +109,7 @@ def _ungrouped(view: View, experts: int, hidden: int, number: str, where: Path) 
     wide = elements // (experts * hidden)
     inner = (hidden, wide) if number == "1" else (wide, hidden)
     whole = View.row_major(view.dtype, (experts, *inner), view.begin)
-    return View(
+    return View.strided(
         view.dtype,
         (experts, *inner[::-1]),
         view.begin,

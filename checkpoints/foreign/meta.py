@@ -55,9 +55,9 @@ def read(path: Path) -> ForeignCheckpoint:
             path / f"consolidated.{missing:02d}.pth", expected="a part for every rank", found="none"
         )
     files = [open_state_dict(path / f"consolidated.{number:02d}.pth") for number in numbers]
-    names = files[0].views.keys()
+    names = files[0].tensors.keys()
     for file in files[1:]:
-        if differing := sorted(names ^ file.views.keys()):
+        if differing := sorted(names ^ file.tensors.keys()):
             raise BadInput(file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}")
     tensors = Catalog({name: _joined(name, files, params.get("dim")) for name in names})
     _check_width(tensors, params.get("dim"), len(files), path)
@@ -79,7 +79,7 @@ def _check_width(tensors: Catalog, width: object, parts: int, path: Path) -> Non
 
 def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
     """Return the tensor whose parts lie in the files, one after the other along the dim that Meta cuts."""
-    parts = [file.views[name] for file in files]
+    parts = [file.tensors[name] for file in files]
     first = parts[0]
     dim = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
     if name == _EMBEDDING:  # Llama 2 cuts its width, Llama 3 the vocabulary

@@ -7,7 +7,6 @@ files, both an index and a single file, names that lead elsewhere — is refused
 
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
+from ..stored_tensor import first_difference
 from .packed import ScaledFile, UnpackedFile, block_size
 
 #: What is taken from the hub: weights as safetensors alone, and small files; never a pickle, never code.
@@ -150,23 +150,17 @@ def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
 
 def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], where: Path) -> None:
     """Check that every tensor lies in the shard that the index names, and shards hold nothing else."""
-    holders = defaultdict(list)
+    holders: dict[str, str] = {}
     for shard, file in files.items():
         for name in file.tensors:
-            holders[name].append(shard)
-    for name in dict.fromkeys((*promised, *holders)):
-        shards, promise = holders[name], promised.get(name)
-        if len(shards) > 1:
-            raise BadInput(where, shown(name), expected="one shard", found=f"it in {' and '.join(shards)}")
+            holders[name] = f"{holders[name]} and {shard}" if name in holders else shard
+    if (difference := first_difference(promised, holders)) is not None:
+        name, promise, holder = difference
+        expected, actual = f"it in {promise}", f"it in {holder or 'none'}"
         if promise is None:
-            actual = "no such entry in weight_map"
-            raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=actual)
-        if shards != [promise]:
-            actual, todo = (
-                f"it in {shards[0] if shards else 'none'}",
-                "The index does not belong to these files",
-            )
-            raise BadInput(where, shown(name), expected=f"it in {promise}", found=actual, todo=todo)
+            expected, actual = f"an entry for the tensor that {holder} holds", "no such entry in weight_map"
+        todo = "The index does not belong to these files"
+        raise BadInput(where, shown(name), expected=expected, found=actual, todo=todo)
 
 
 def from_hub(name: str | Path) -> Path | None:

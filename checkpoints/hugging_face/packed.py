@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import BadInput, Box
-from ...storage.safetensors_header import Entry
 from ...storage.safetensors_reader import TensorFile
+from ...storage.strides import View
 
 #: Returns the part of a stored tensor in a box.
 Part = Callable[[Box], Tensor]
@@ -51,10 +51,7 @@ class PackedFile(TensorFile):
 
     def __init__(self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]]) -> None:
         self._packed = packed
-        tensors = {}
-        for name in packed:
-            shape = self.shape_of(name)
-            tensors[name] = Entry("BF16", shape, 0, 2 * torch.Size(shape).numel())
+        tensors = {name: View.row_major("BF16", self.shape_of(name), 0) for name in packed}
         super().__init__(path, tensors, {}, 0, None)
 
     @classmethod

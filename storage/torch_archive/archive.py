@@ -20,8 +20,9 @@ from ..crc import crc32
 from ..dtypes import BITS, TORCH
 from ..safetensors_header import MAX_TENSORS
 from ..strict_json import shown, what_it_looks_like
+from ..strides import View
 from .pickle_records import Maker, Name, OrderedDict, read_records
-from .view_file import View, ViewFile
+from .view_file import ViewFile
 from .zip_entries import ZipEntry, zip_entries
 
 #: The most bytes of an archive's pickle.
@@ -136,8 +137,8 @@ def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
         raise ValueError(f"shape {shown(shape)} with strides {shown(strides)}")
     dtype = storage.dtype if dtype is None else dtype
     begin = storage.entry.begin + offset * (BITS[dtype] // 8)
-    view = View(dtype, shape, begin, strides)
-    if view.stop > storage.entry.end:
+    view = View.strided(dtype, shape, begin, strides)
+    if view.end > storage.entry.end:
         end = f"{storage.entry.end - storage.entry.begin:,} bytes"
         raise ValueError(f"offset {offset}, shape {shown(shape)}, strides {shown(strides)} in {end}")
     return view

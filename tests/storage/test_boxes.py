@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
-from trilith.storage.strides import blocks, contiguous, first_flaw, runs_of
-from trilith.storage.torch_archive import View, ViewFile, read_archive
+from trilith.storage.strides import View, blocks, contiguous, first_flaw, runs_of
+from trilith.storage.torch_archive import ViewFile, read_archive
 
 
 @st.composite

@@ -26,8 +26,8 @@ from trilith.storage.small_files import (
     read_toml,
 )
 from trilith.storage.staging import Staging
-from trilith.storage.strides import check_coverage
-from trilith.storage.torch_archive import View, ViewFile, read_archive
+from trilith.storage.strides import View, check_coverage
+from trilith.storage.torch_archive import ViewFile, read_archive
 
 READERS = {
     "text": read_text,
