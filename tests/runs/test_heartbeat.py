@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from trilith.runs.events import Events, outcome
 from trilith.runs.guard import blame, blame_together
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
 from trilith.runs.requests import PREEMPTED
-from trilith.system.process_info import start_of
+from trilith.system.process_info import LAUNCHER, start_of
 
 #: This process, as the status of a rank names it.
 HERE = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -294,3 +295,10 @@ def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(t
         for process in (stranger, *ranks):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(("launcher", "code"), [(os.getpid(), 0), (1, -signal.SIGTERM)])
+def test_a_rank_whose_launcher_is_gone_before_it_looks_ends(launcher, code):
+    command = "from trilith.system.process_info import end_with_parent; end_with_parent()"
+    environment = {**os.environ, LAUNCHER: str(launcher)}
+    assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == code
