@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from .shared.inputs import check_weights_there
-from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
 from .shared.parameters import As, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
@@ -16,13 +16,9 @@ def chat(
     *,
     system: Annotated[str | None, "system message"] = None,
     max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens of an answer"] = 256,
-    temperature: Annotated[
-        float, Range(0.0), "sampling temperature; 0: always take the likeliest token"
-    ] = 0.0,
-    top_k: Annotated[int, Range(0), "sample from the K likeliest tokens; 0: from all"] = 0,
-    top_p: Annotated[
-        float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
-    ] = 1.0,
+    temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
+    top_k: Annotated[int, Range(0), TOP_K] = 0,
+    top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
     seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling"] = 0,
     dtype: Annotated[str, DTYPE] = "float32",
     device: Annotated[str, DEVICE] = "auto",

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
 from .shared.parameters import As, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
@@ -25,13 +25,9 @@ def generate(
     system: Annotated[str | None, "system message, for --chat"] = None,
     max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens to add"] = 64,
     min_new_tokens: Annotated[int, Range(0), "smallest number of tokens to add"] = 0,
-    temperature: Annotated[
-        float, Range(0.0), "sampling temperature; 0: always take the likeliest token"
-    ] = 0.0,
-    top_k: Annotated[int, Range(0), "sample from the K likeliest tokens; 0: from all"] = 0,
-    top_p: Annotated[
-        float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
-    ] = 1.0,
+    temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
+    top_k: Annotated[int, Range(0), TOP_K] = 0,
+    top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
     seed: Annotated[
         int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own random numbers"
     ] = 0,

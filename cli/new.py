@@ -9,7 +9,7 @@ import typer
 
 from ..system.errors import BadInput
 from .shared.inputs import check_model_there, check_tokens_there
-from .shared.options import FORCE, size_names
+from .shared.options import FORCE, GPU_TYPE, size_names
 from .shared.parameters import As, Range, from_options
 from .shared.say import say
 
@@ -23,9 +23,7 @@ def new(
     ] = None,
     data: Annotated[Path | None, As("TOKENS"), "token file of `trilith tokenize`"] = None,
     gpus: Annotated[int | None, Range(1, 2**20), "number of GPUs"] = None,
-    gpu_type: Annotated[
-        str, "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
-    ] = "h100-80gb",
+    gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
     sequence_length: Annotated[
         int | None,
         Range(1),

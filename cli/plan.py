@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
-from .shared.options import FORCE, model_names, parse_amount, parse_counts
+from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
 from .shared.parameters import As, Range
 from .shared.say import progress_bar, say
 
@@ -30,9 +30,7 @@ def plan(
     model: Annotated[str, "published size, config.json, Hugging Face folder, or recipe", model_names],
     *,
     gpus: Annotated[str | None, "number of GPUs, or several such as 8,16,32 for a scaling curve"] = None,
-    gpu_type: Annotated[
-        str, "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
-    ] = "h100-80gb",
+    gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
     machine: Annotated[
         Path | None, As("BENCH.json"), "instead of --gpu-type: the bench.json of your machine"
     ] = None,

@@ -37,6 +37,10 @@ DTYPE = "data type of weights and arithmetic: float32, bfloat16, ..."
 DEVICE = "device to compute on: auto (a GPU where there is one), cpu or cuda"
 ADAPTER = "LoRA adapters to add: PEFT folder or a LoRA run's folder"
 WORKERS = "number of threads that read and write"
+GPU_TYPE = "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
+TEMPERATURE = "sampling temperature; 0: always take the likeliest token"
+TOP_K = "sample from the K likeliest tokens; 0: from all"
+TOP_P = "sample from the likeliest tokens whose probabilities reach this sum"
 #: The largest seed of a recipe too.
 LARGEST_SEED = 2**53
 

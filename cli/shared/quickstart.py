@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...checkpoints import complete_checkpoints, convert, load
+from ...data.text.text_and_jsonl import paragraphs
 from ...data.text.tokenizer_loading import load_tokenizer
 from ...data.text.tokenizer_training import train_tokenizer
 from ...data.token_writer import TokenWriter
@@ -46,11 +47,6 @@ def standard_library(limit: int) -> Iterator[str]:
         raise BadInput(
             root, expected="the sources of Python's standard library", found="no readable .py file"
         )
-
-
-def paragraphs(text: str) -> list[str]:
-    """Return the pieces between blank lines, whitespace kept."""
-    return [part for part in text.split("\n\n") if part.strip()]
 
 
 VOCABULARY, LENGTH, STEPS = 2000, 96, 100
