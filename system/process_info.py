@@ -9,14 +9,12 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")  # nothing else in the house reads it
-#: Linux's numbers for ``prctl``.
-_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER, _GET_SUBREAPER = 1, 36, 37
+#: Linux's number for ``prctl``.
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +109,8 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
     Does nothing on a system other than Linux.
     """
-    _prctl(_SET_PARENT_DEATH_SIGNAL, number)
-    if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(number), 0, 0, 0)
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), number)
-
-
-@contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """While it lasts, descendants whose parent dies become children of this process, not of the first one."""
-    before = ctypes.c_int(0)
-    _prctl(_GET_SUBREAPER, ctypes.addressof(before))
-    _prctl(_SET_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _prctl(_SET_SUBREAPER, before.value)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilith.system.process_info import adopting_orphans, children_of
+from trilith.system.process_info import children_of
 
 _PIPE_SIZE = 1 << 20
 #: Seconds in which what an ended process started must end too, on a busy machine.
@@ -25,6 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 #: Numbers of the kernel's headers, and the user without any rights of his own.
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
 _PR_SET_KEEPCAPS, _CLONE_NEWNS, _NOBODY = 8, 0x20000, 65534
+_PR_SET_CHILD_SUBREAPER = 36
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 
 
@@ -45,6 +46,16 @@ class Ended:
     took: float
 
 
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """While it lasts, descendants whose parent dies become children of this process, not of the first one."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
     """Run ``work`` in a child whose working directory is ``folder``; kill it after ``limit`` seconds.
 
@@ -52,7 +63,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
     """
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-    with adopting_orphans():
+    with _adopting_orphans():
         before = _children()
         pid = os.fork()
         if pid == 0:
