@@ -45,6 +45,8 @@ from .requests import PREEMPTED
 _LOOK_EVERY = 0.2
 #: Seconds that ranks have to end by themselves once one has failed.
 _HANGING_AFTER = 4.0
+#: Seconds that a process has to be gone once its rank says that it ends.
+_ENDING_AFTER = 30.0
 #: Seconds in which a rank that failed has to end by itself.
 _TO_LEAVE = 5.0
 
@@ -230,7 +232,7 @@ def _start(
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> None:
     """Wait until all ranks have ended. Once one has failed, the others are asked to end; those whose status
-    does not say soon that they do hang, and are killed.
+    does not say soon that they do hang, and are killed; so is, later, what hangs behind its end.
     """
     failed_at: float | None = None
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -240,8 +242,11 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> N
         if failed_at is None and any(code not in (None, 0, PREEMPTED) for code in codes):
             failed_at = time.monotonic()
             _send(running, signal.SIGTERM)
-        if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
+        late = 0.0 if failed_at is None else time.monotonic() - failed_at
+        if late > _HANGING_AFTER:
             ending = {rank_status.pid for rank_status in statuses if rank_status.code is not None}
+            if late > _ENDING_AFTER:
+                ending = set()
             _send([rank for rank in running if rank.pid not in ending], signal.SIGKILL)
 
 
