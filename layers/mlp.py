@@ -1,6 +1,7 @@
 """Define the two feed-forward nets of the zoo: gated (Llama) and plain (GPT-2)."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,10 +9,7 @@ from torch.nn import functional as F
 from ..parallel_state import BadInput, Initial, ParallelState
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 
 #: Hugging Face's ``hidden_act`` names.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,15 +5,30 @@ layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published 
 a line of a table of names.
 """
 
-from .base.causal_lm import CausalLM
-from .base.config import ModelConfig
-from .base.family import Family
-from .base.hugging_face_names import Link, Rule, links_of, shapes_of
-from .from_transformers import TransformersFamily
-from .gpt2 import GPT2, GPT2Config
-from .llama import LLAMA, Llama, LlamaConfig
-from .lora.config import LoraConfig
-from .lora.family import AdaptedFamily, adapted
-from .lora.targets import PEFT_PREFIX, Site
-from .sizes import Size, published_size, published_sizes, tiny_config
-from .zoo import FAMILIES, Implementation, family_of, implementation_of, implemented_by
+from .base.causal_lm import CausalLM as CausalLM
+from .base.config import ModelConfig as ModelConfig
+from .base.family import Family as Family
+from .base.hugging_face_names import Link as Link
+from .base.hugging_face_names import Rule as Rule
+from .base.hugging_face_names import links_of as links_of
+from .base.hugging_face_names import shapes_of as shapes_of
+from .from_transformers import TransformersFamily as TransformersFamily
+from .gpt2 import GPT2 as GPT2
+from .gpt2 import GPT2Config as GPT2Config
+from .llama import LLAMA as LLAMA
+from .llama import Llama as Llama
+from .llama import LlamaConfig as LlamaConfig
+from .lora.config import LoraConfig as LoraConfig
+from .lora.family import AdaptedFamily as AdaptedFamily
+from .lora.family import adapted as adapted
+from .lora.targets import PEFT_PREFIX as PEFT_PREFIX
+from .lora.targets import Site as Site
+from .sizes import Size as Size
+from .sizes import published_size as published_size
+from .sizes import published_sizes as published_sizes
+from .sizes import tiny_config as tiny_config
+from .zoo import FAMILIES as FAMILIES
+from .zoo import Implementation as Implementation
+from .zoo import family_of as family_of
+from .zoo import implementation_of as implementation_of
+from .zoo import implemented_by as implemented_by

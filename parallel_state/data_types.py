@@ -4,12 +4,8 @@ import torch
 
 from ..system.errors import BadInput
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_NAMES = ("float64", "float32", "bfloat16", "float16")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 #: What else is typed for one of them, or for float8.
 SPELLINGS = {
     **{"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"},

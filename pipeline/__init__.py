@@ -5,17 +5,18 @@ Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with `
 order; and ``Stages``, a model that runs over its stages, with or without a backward.
 """
 
-from .schedule_actions import Action
-from .schedule_kinds import (
-    SCHEDULE_NAMES,
-    ScheduleKind,
-    ScheduleName,
-    bubble,
-    bubble_share,
-    check_recomputation,
-    check_schedule,
-    micro_batches_for,
-    schedule_kind,
-)
-from .stages import Stages
-from .timetable import Timed, Timetable, layout_of, timetable
+from .schedule_actions import Action as Action
+from .schedule_kinds import SCHEDULE_NAMES as SCHEDULE_NAMES
+from .schedule_kinds import ScheduleKind as ScheduleKind
+from .schedule_kinds import ScheduleName as ScheduleName
+from .schedule_kinds import bubble as bubble
+from .schedule_kinds import bubble_share as bubble_share
+from .schedule_kinds import check_recomputation as check_recomputation
+from .schedule_kinds import check_schedule as check_schedule
+from .schedule_kinds import micro_batches_for as micro_batches_for
+from .schedule_kinds import schedule_kind as schedule_kind
+from .stages import Stages as Stages
+from .timetable import Timed as Timed
+from .timetable import Timetable as Timetable
+from .timetable import layout_of as layout_of
+from .timetable import timetable as timetable

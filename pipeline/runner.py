@@ -1,7 +1,6 @@
 """Run the pipeline of a step: one of torch's schedules, by its name, over this rank's stages of a model."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -14,18 +13,15 @@ from .driver import DrivenStage, StageModule, after_schedule, before_schedule
 from .relay import Travels, greet
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 
-
-@cache
-def schedule_classes() -> dict[str, Any]:
-    """Return torch's class of each schedule."""
-    return {
-        "gpipe": pipelining.ScheduleGPipe,
-        "1f1b": pipelining.Schedule1F1B,
-        "interleaved": pipelining.ScheduleInterleaved1F1B,
-        "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-        "zbv": pipelining.ScheduleZBVZeroBubble,
-        "dualpipev": pipelining.ScheduleDualPipeV,
-    }
+#: Torch's class of each schedule.
+SCHEDULE_CLASSES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
 
 
 class Pipeline:
@@ -94,7 +90,7 @@ def make_schedule(
     ]
     several = schedule_kind(name).virtual_stages > 1
     # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
-    schedule = schedule_classes()[name](
+    schedule = SCHEDULE_CLASSES[name](
         driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
     )
     return Pipeline(schedule, stages, state=state)

@@ -7,8 +7,17 @@ search less for garbage: in starts, in plans, in training (``manual_gc``) and in
 has the errors for users, one line each.
 """
 
-from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often
-from .limits import OverLimit, bounded, check_enough, most_at_once
-from .refusals import Refusal, refusal_of
-from .standard_streams import quiet_libraries
-from .text import counted, visible, whole_number
+from .garbage import manual_gc as manual_gc
+from .garbage import no_garbage_search as no_garbage_search
+from .garbage import search_garbage_rarely as search_garbage_rarely
+from .garbage import search_less_often as search_less_often
+from .limits import OverLimit as OverLimit
+from .limits import bounded as bounded
+from .limits import check_enough as check_enough
+from .limits import most_at_once as most_at_once
+from .refusals import Refusal as Refusal
+from .refusals import refusal_of as refusal_of
+from .standard_streams import quiet_libraries as quiet_libraries
+from .text import counted as counted
+from .text import visible as visible
+from .text import whole_number as whole_number

@@ -38,12 +38,12 @@ def rooms() -> list[str]:
 
 
 def public_names(file: Path) -> list[str]:
-    """Return the names that a door lists in ``__all__``, or else imports from its room, in its order."""
+    """Return the names that a door lists in ``__all__``, or imports ``as`` what they are, in its order."""
     for node in _tree(file).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
-    imports = [node for node in _tree(file).body if isinstance(node, ast.ImportFrom) and node.level]
-    return [alias.name for node in imports for alias in node.names]
+    imports = [node for node in _tree(file).body if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
 
 
 def _file_of(module: list[str]) -> Path:

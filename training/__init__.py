@@ -5,18 +5,24 @@ your own loop it offers the steps, the optimizer, ZeRO (``shard_over_data``), pr
 evaluation.
 """
 
-from .callbacks import Callback
-from .evaluation import Evaluator
-from .learning_rate import Schedule
-from .loss import Fault, FunctionLoss, Loss, Sums, Term
-from .optimizer import make_adamw
-from .precision import Precision
-from .run_plan import RunPlan, check_run
-from .samples import shard_batch
-from .step import Step
-from .step_sums import StepResult
-from .supervised import run
-from .token_loss import TokenLoss
-from .trainer import Trainer
-from .update import LossScale, Update
-from .zero_on_fsdp import shard_over_data
+from .callbacks import Callback as Callback
+from .evaluation import Evaluator as Evaluator
+from .learning_rate import Schedule as Schedule
+from .loss import Fault as Fault
+from .loss import FunctionLoss as FunctionLoss
+from .loss import Loss as Loss
+from .loss import Sums as Sums
+from .loss import Term as Term
+from .optimizer import make_adamw as make_adamw
+from .precision import Precision as Precision
+from .run_plan import RunPlan as RunPlan
+from .run_plan import check_run as check_run
+from .samples import shard_batch as shard_batch
+from .step import Step as Step
+from .step_sums import StepResult as StepResult
+from .supervised import run as run
+from .token_loss import TokenLoss as TokenLoss
+from .trainer import Trainer as Trainer
+from .update import LossScale as LossScale
+from .update import Update as Update
+from .zero_on_fsdp import shard_over_data as shard_over_data

@@ -55,7 +55,6 @@ class ContextScope:
         #: The place where each token's document starts, of the same shape.
         self._starts: Tensor | None = None
         self._bounds: list[tuple[int, int]] = []
-        self._fused: dict[object, bool] = {}
         if positions is None:
             return
         starts, first = _starts_and_firsts(positions, window, state)
@@ -76,11 +75,7 @@ class ContextScope:
         """Return whether torch's fused operators may compute blocks, see ``kernel_checks``; ``width``: the
         head dim, if ``q`` is only a stand-in.
         """
-        width = width or q_BHSE.shape[-1]
-        if (key := (q_BHSE.dtype, width)) not in self._fused:
-            right = is_right("blocks", q_BHSE.device, q_BHSE.dtype, width, self.state)
-            self._fused[key] = right
-        return self._fused[key]
+        return is_right("blocks", q_BHSE.device, q_BHSE.dtype, width or q_BHSE.shape[-1], self.state)
 
     def blocks(self, source: int, chunk: int) -> Iterator[Block]:
         """Yield the blocks that this rank computes with the keys of context rank ``source``.

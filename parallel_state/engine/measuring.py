@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine import collectives
+from . import collectives
 from .accelerator import is_accelerator, synchronize
 
 

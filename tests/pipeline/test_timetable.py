@@ -12,7 +12,7 @@ from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
 from trilith.pipeline.relay import greet
-from trilith.pipeline.runner import neighbours, schedule_classes
+from trilith.pipeline.runner import SCHEDULE_CLASSES, neighbours
 from trilith.pipeline.schedule_actions import actions
 from trilith.testing import run_parallel
 from trilith.training.stage_cut import cut_by_cost, stage_costs
@@ -30,7 +30,7 @@ def order_of_torch(name, layout, micro_batches):
         )
         for number in layout.stages_of(0)
     ]  # fmt: skip
-    order = schedule_classes()[name](seats, micro_batches).pipeline_order
+    order = SCHEDULE_CLASSES[name](seats, micro_batches).pipeline_order
     letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     found = []
     for rank in range(layout.pipeline):
