@@ -18,7 +18,7 @@ from torch import Tensor
 from ..layers import lora_scale
 from ..models import PEFT_PREFIX, AdaptedFamily, LoraConfig, ModelConfig, adapted, implementation_of
 from ..parallel_state import BadCheckpoint, BadInput, Box
-from ..storage.catalog import Catalog, in_one_file
+from ..storage.catalog import Catalog, first_difference, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, ADAPTERS, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import companions_in
@@ -28,7 +28,6 @@ from ..storage.small_files import read_json
 from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
-from .stored_tensor import first_difference
 
 _SAMPLE = 256
 #: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation
+from ..storage.catalog import first_difference
 from ..storage.file_names import MANIFEST
 from ..storage.files_beside_weights import check_companion
 from ..storage.strict_json import Count, StrictRecord, shown
@@ -17,7 +18,7 @@ from .find import good_manifests
 from .manifest import Manifest
 from .optimizer_state import moment_name
 from .source import Source
-from .stored_tensor import check_same_shapes, first_difference
+from .stored_tensor import check_same_shapes
 
 #: Levels of lists and objects inside one another; readers of JSON give up at some two hundred.
 DEEPEST = 100

@@ -26,7 +26,7 @@ from ..parallel_state import (
     stored_box,
 )
 from ..parallel_state.engine import local_data
-from ..storage.catalog import Catalog, Key, LazyTensor
+from ..storage.catalog import Catalog, Key, LazyTensor, first_difference
 from ..storage.dtypes import BUFFER, name_of
 from ..storage.file_names import rank_file_name
 from ..storage.safe_open import contained
@@ -36,7 +36,7 @@ from ..storage.strict_json import StoredFile, shown
 from .find import damaged
 from .manifest import Manifest
 from .optimizer_state import moment_name
-from .stored_tensor import Grid, StoredTensor, first_difference
+from .stored_tensor import Grid, StoredTensor
 
 
 def stored_tensors(

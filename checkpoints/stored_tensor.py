@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
+from ..storage.catalog import first_difference
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
 from ..storage.strides import check_coverage
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
-T = TypeVar("T")
 
 
 def check_same_shapes(
@@ -36,14 +36,6 @@ def check_same_shapes(
         name, *shapes = difference
         expected, there = (f"no such {what}" if shape is None else [*shape] for shape in shapes)
         raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
-
-
-def first_difference(
-    wanted: Mapping[str, T], actual: Mapping[str, T]
-) -> tuple[str, T | None, T | None] | None:
-    """Return the first name for which two tables have not the same, with what each has; ``None`` if equal."""
-    names = (name for name in (*wanted, *actual) if wanted.get(name) != actual.get(name))
-    return next(((name, wanted.get(name), actual.get(name)) for name in names), None)
 
 
 Positive = Annotated[int, Field(ge=1)]

@@ -6,7 +6,7 @@ boxes of its tensors; a conversion plans over the pieces of such boxes, and read
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .safetensors_reader import TensorFile
 from .strides import first_flaw
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Key(NamedTuple):
@@ -158,6 +159,14 @@ def renamed(
         parts = RenamedParts([*zip(pieces, sources, strict=True)])
         tensors[name] = LazyTensor(name, first.dtype, shape, parts)
     return tensors
+
+
+def first_difference(
+    wanted: Mapping[str, T], actual: Mapping[str, T]
+) -> tuple[str, T | None, T | None] | None:
+    """Return the first name for which two tables have not the same, with what each has; ``None`` if equal."""
+    names = (name for name in (*wanted, *actual) if wanted.get(name) != actual.get(name))
+    return next(((name, wanted.get(name), actual.get(name)) for name in names), None)
 
 
 def check_covered(where: object, catalog: Catalog) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from ...storage.catalog import Catalog, in_one_file
+from ...storage.catalog import Catalog, first_difference, in_one_file
 from ...storage.file_names import CONFIG, INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from ...storage.files_beside_weights import companions_in
 from ...storage.safe_open import check_plain_name, contained
@@ -20,7 +20,6 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
-from ..stored_tensor import first_difference
 from .packed import ScaledFile, UnpackedFile, block_size
 
 #: What is taken from the hub: weights as safetensors alone, and small files; never a pickle, never code.
