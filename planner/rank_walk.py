@@ -282,7 +282,8 @@ class RankWalk:
         if not gradients.each:
             if place in self.absent and gradients.adds:
                 self.missing -= self.of_root
-                self.note(max(backward, joined - parameters.tied * gradients.sum))
+                cast = embedding * (made != gradients.sum)
+                self.note(max(backward + cast, joined - parameters.tied * gradients.sum))
             else:
                 self.note(max(backward + waits * (not gradients.adds) + embedding, joined))
             if place in self.absent and not gradients.adds:
