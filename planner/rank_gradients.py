@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..parallel_state import BUFFER_DTYPE
 from .rank_parameters import Group, RankParameters
 from .step_shape import Work
 
@@ -119,3 +120,14 @@ class RankGradients:
         """Return the most bytes while the gradients of the root are summed."""
         head = self.parameters.exit - self.parameters.tied
         return self.summed(self.root, self.last, head * (self.of_head - self.made))
+
+
+def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:
+    """Return the bytes of the weights that a rank computes with, where these are not the stored ones."""
+    total = parameters.every
+    if zero or work.offload:
+        return (total if zero < 3 else parameters.root).here * work.compute
+    # Only those that are stored in another dtype, as the frozen weights beside adapters are not.
+    frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffers * BUFFER_DTYPE.itemsize
+    cast = total.trained * (work.compute != work.master)
+    return (cast + frozen * (stored != frozen * work.compute)) * work.compute

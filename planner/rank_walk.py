@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..parallel_state import BUFFER_DTYPE
 from ..pipeline.held_in_step import Instant, heaviest, last_backwards
 from ..simulation.trace import Trace
-from .rank_gradients import RankGradients
+from .rank_gradients import RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .stage_costs import Run, StageBytes, StageCost, most_of
 from .step_shape import Work
@@ -54,19 +53,12 @@ class RankWalk:
             for number, stage in zip(self.here, stages, strict=True)
         ]
         self.peaks: dict[bool, Peak] = {}
-        self.gathered = self._gathered()
+        # FSDP copies weights once more that it has cut along another dim than the first.
+        self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
+        self.gathered = gathered_bytes(work, parameters, self.zero)
         # In a step's last backward gathered weights go with their block.
         gathers = self.zero in (1, 2) or (not self.zero and work.compute != work.master)
         self.drops = gathers and not self.cut and not self.gradients.alone
-
-    def _gathered(self) -> float:
-        work, total = self.work, self.parameters.every
-        if self.zero or work.offload:
-            return (total if self.zero < 3 else self.parameters.root).here * work.compute
-        # Only those that are stored in another dtype, as the frozen weights beside adapters are not.
-        frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffers * BUFFER_DTYPE.itemsize
-        cast = total.trained * (work.compute != work.master)
-        return (cast + frozen * (stored != frozen * work.compute)) * work.compute
 
     def walk(self) -> None:
         """Walk through the actions at which the rank holds most, and through the last backwards."""
@@ -199,7 +191,9 @@ class RankWalk:
             elif work.loss_chunk:  # whose gradients have waited since the loss
                 end += waits
             else:
-                end = max(end, getattr(behind[0].plain, added), (most_of(behind[1:], "backward") + waits))
+                # The gradient of logits that a stage keeps is written over them, unless they were bounded.
+                over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
+                end = max(getattr(behind[0].plain, added) - over, most_of(behind[1:], "backward") + waits)
             self.note(end + zero3 * ahead)
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
@@ -237,8 +231,10 @@ class RankWalk:
                 beside += zero3 * again * experts
                 self._experts(trace, waits, beside, left_of_experts, summing=summing, drops=drops)
             self.note(most - message * (not index) + beside)
-            if weights > ahead:  # FSDP copies what it received before it gathers the block before
-                self.note(self.work.between_blocks + waits + zero3 * 2 * weights)
+            if (
+                weights + self.recut > ahead
+            ):  # FSDP copies what it received before it gathers the block before
+                self.note(self.work.between_blocks + waits + zero3 * (2 * weights + self.recut))
             self.now -= trace.kept
             self.dropped += weights * drops
             if summing:
@@ -263,9 +259,8 @@ class RankWalk:
     ) -> None:
         """Note the instants of experts that FSDP gathers and sums apart from their block, and before it."""
         experts, zero3, left = trace.experts, self.zero == 3, self.left
-        if zero3:  # FSDP copies what it received, and once more where it has cut another dim than the first
-            again = experts * (self.parameters.every.recut > 0)
-            self.note(trace.to_experts + waits + trace.weights + experts + again)
+        if zero3:  # FSDP copies what it received
+            self.note(trace.to_experts + waits + trace.weights + experts + self.recut)
         if summing:
             self.left, dropped = 0.0, experts * (zero3 or drops)
             self.note(trace.at_experts + beside - dropped + self.gradients.summed(experts / self.made, 0))
