@@ -22,6 +22,7 @@ from ..parallel_state.engine import (
     end_backward,
     fsdp_modules,
     gather_weights,
+    in_one_backward,
     left_alone,
     sum_gradients,
 )
@@ -150,24 +151,24 @@ class DrivenStage(PipelineStage):
         """Run the second of two backward passes: the gradients of weights, for which FSDP has no hook.
 
         Some operators read a weight to compute its own gradient (layer_norm's does), so weights are gathered.
+        Of the model's first stage this is the whole backward, which runs FSDP's hooks.
         """
+        if self.is_first:
+            with self._sparing(), self._summing(last_backward):
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            return
+        root = self.module.root and self.module.root[0]
         if self.gathers_each:
             gather_weights(self.module.sharded)
-        with self._sparing():
-            self._compute_weight_gradients(bwd_chunk_id)
+        with self._sparing(), in_one_backward(root):
+            inputs, groups, *outputs = self.backward_state[bwd_chunk_id]
+            compute_weight_gradients(self.module.parameters(), groups)
+            self.backward_state[bwd_chunk_id] = (inputs, [], *outputs)  # torch has no group left to compute
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.module.root is None:  # FSDP copies gradients anyway
-            _lay_out_gradients(self.module.parameters())
-        with self._summing(last_backward) as modules:
-            sum_gradients(modules)
-
-    def _compute_weight_gradients(self, bwd_chunk_id: int) -> None:
-        """Compute each weight's gradient once, in torch's place, and leave torch no group to compute."""
-        inputs, groups, *outputs = self.backward_state[bwd_chunk_id]
-        if self.stage_index == 0:  # torch computes the whole backward of the first stage here
-            return
-        compute_weight_gradients(self.module.parameters(), groups)
-        self.backward_state[bwd_chunk_id] = (inputs, [], *outputs)
+            if root is None:  # FSDP copies gradients anyway
+                _lay_out_gradients(self.module.parameters())
+            with self._summing(last_backward) as modules:
+                sum_gradients(modules)
 
     def _sparing(self) -> AbstractContextManager[None]:
         """Let FSDP gather nothing of the root for a stage that uses none of it."""

@@ -29,7 +29,8 @@ class Instant(NamedTuple):
 
     ``bytes``: of activations and messages. ``messages``: how many hidden states and gradients of one
     micro-batch are held beside the activations. ``absent``: the stages that have had no backward in this
-    step, and so have no gradients, each by its place among the rank's stages.
+    step, and so have no gradients, each by its place among the rank's stages; ``summed``: in the last
+    backward of a stage, those that have had theirs.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Instant(NamedTuple):
     bytes: float
     messages: int
     absent: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
 
 
 #: What a rank holds at an instant: for each of its stages, the micro-batches whose activations it has, with
@@ -76,7 +78,9 @@ def heaviest(
     return [
         instant
         for instant in instants
-        if not instant.absent or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
+        if not instant.absent
+        or micro_batches == 2  # of which the last one differs from the first in other things, too
+        or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
     ]
 
 
@@ -95,8 +99,13 @@ def last_backwards(
     rows = _rows(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, rank)
     further = (micro_batches - few) * rows.sends
     nbytes = rows.last @ np.array([*whole, *halfway, message, further * message])
+    here = layout.stages_of(rank)
+    places = [here.index(stage) for _, stage, _ in rows.last_of]
     return [
-        Instant(kind, stage, float(nbytes[number]), int(rows.last[number, -2]) + further, absent)
+        Instant(
+            *(kind, stage, float(nbytes[number]), int(rows.last[number, -2]) + further, absent),
+            summed=tuple(sorted(places[:number])),
+        )
         for number, (kind, stage, absent) in enumerate(rows.last_of)
     ]
 
@@ -133,12 +142,15 @@ def _rows(
         for whole, sent, absent in instants:
             rows_of["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
         if rank == pipeline - 1:
-            whole, sent, absent = instants[0]
+            whole, sent, absent = instants[0] if pipeline > 1 and name == "gpipe" else instants[-1]
             rows_of["F", rank, absent] = {(whole, 0, sent, 0): None}
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
         rows_of = _followed(events, layout, rank)
-        last = {key[1]: (key, row) for key, row in _states(events, layout, rank) if key[0] in "BW"}
+        for key, row in _states(events, layout, rank):
+            if key[0] in "BW":
+                last.pop(key[1], None)  # they are in the order of the last ones
+                last[key[1]] = key, row
     each, groups = list[_Row](), list[tuple[_Key, int, int]]()
     for key, alike in rows_of.items():
         groups.append((key, len(each), len(each) + len(alike)))
@@ -164,7 +176,10 @@ def _one_forward_one_backward(ranks: int, micro_batches: int, rank: int) -> list
     ahead = ranks - rank
     if ahead >= micro_batches:  # no forward follows a backward
         return _gpipe(ranks, micro_batches, rank)
-    return [(ahead, (rank > 0) + (1 < ahead <= (micro_batches + 1) // 2), ())]
+    sent = int(1 < ahead <= (micro_batches + 1) // 2)
+    # Of two backwards the first one is no other's like, nor the second one.
+    first: list[_Ahead] = [(ahead, sent, (0,))] if micro_batches == 2 else []
+    return [*first, (ahead, (rank > 0) + sent, ())]
 
 
 #: The instants at which a rank may hold most.
@@ -220,8 +235,7 @@ def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tup
             continue
         if kind == "I" and stage == 0:
             continue  # torch leaves all of it to the second part
-        # Where a backward has two parts, all gradients count.
-        yield (kind, stage, absent if kind == "B" else ()), (*now, late)
+        yield (kind, stage, absent), (*now, late)
         if kind == "I":
             now[size + of] += 1
             # Of the gradient that came a product's weight gradient is made; another one is sent.

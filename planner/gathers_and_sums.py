@@ -22,12 +22,12 @@ def gathers_of_block(work: Work, stage: int, *, reached: bool = True) -> int:
 
     With ZeRO 3 once for each part of the computation: the forward and, if it is ``reached``, the backward, or
     its two parts. The model's first stage has no gradient of an input to compute, so its backward is one part
-    anyway: the second one, for which all of the stage is gathered, reached or not.
+    anyway.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
     if not reached:
-        return work.micro_batches + _backwards_in_two(work, stage)
+        return work.micro_batches
     return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
 
 
@@ -36,12 +36,9 @@ def gathers_ahead(work: Work) -> int:
     comes to what follows.
 
     The backward of each block gathers the one before with ZeRO 3. Here no backward takes what it gathered,
-    but the next forward does, or the second part of a backward: only the step's last one may be in vain.
+    but the next forward does: only the step's last one may be in vain.
     """
-    if work.layout.zero < 3 or not _backwards_in_two(work, 0):
-        return int(work.layout.zero == 3)
-    order, _ = _shortest(work)
-    return int([action.kind for action in order if action.stage == 0][-1] == "B")
+    return int(work.layout.zero == 3)
 
 
 def gathered_in_vain(work: Work) -> set[int]:

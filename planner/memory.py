@@ -78,7 +78,7 @@ def memory_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost
     walk.walk()
     worst = max(walk.peaks.values())
     total = parameters.every
-    gathered, gradients = walk.gathered - worst.dropped, walk.lasting - worst.missing
+    gathered, gradients = walk.gathered - worst.dropped, walk.gradients.lasting - worst.missing
     # At the end of a first backward the activations of its micro-batch have been given back.
     resident = min(worst.resident, worst.bytes + worst.dropped + worst.missing)
     resting = total.trained_stored * work.master + total.fixed_bytes
@@ -95,7 +95,7 @@ def memory_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost
     )
     rest = plan.total - here
     at = {
-        loss: int(max(peak.bytes + walk.gathered + walk.lasting - rest, 0))
+        loss: int(max(peak.bytes + walk.gathered + walk.gradients.lasting - rest, 0))
         for loss, peak in walk.peaks.items()
     }
     return replace(plan, logits=at.get(True, 0), block=at.get(False, 0))

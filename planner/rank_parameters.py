@@ -49,6 +49,8 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
+    #: The elements, as ``here``, of parameters that FSDP cuts along another dim than the first.
+    recut: int = 0
     #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
     #: those of the largest and of the last of all.
     largest: int = 0
@@ -87,6 +89,7 @@ def count_parameters(
         sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
         for name, count in {"here": box.size, "stored": stored, sent: piece}.items():
             counts[name] += count
+        counts["recut"] += box.size * (declaration.shard_dim(layout) > 0)
         if not parameter.requires_grad:
             counts["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue

@@ -71,14 +71,14 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
-    def in_walk(self, work: Work, *, own_input: bool, largest: float) -> StageBytes:
+    def in_walk(self, work: Work, *, own_input: bool, largest: float, ahead: float) -> StageBytes:
         """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""
         key = (
             *(work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two),
-            *(own_input, largest),
+            *(own_input, largest, ahead),
         )
         if key not in self._bytes:
-            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest)
+            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest, ahead=ahead)
         return self._bytes[key]
 
     @remembered
@@ -112,11 +112,14 @@ class StageBytes:
     in two leaves to the second one, the gradients of what norms and products make. ``exit``: of ``kept`` what
     the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part.
     ``runs``: the blocks that a backward comes to, in its order. ``largest``: the bytes of the largest block
-    of the rank; ``own_input``: whether the stage before is the rank's own.
+    of the rank; ``ahead``: of what a backward of the first block gathers ahead; ``own_input``: whether the
+    stage before is the rank's own.
     """
 
-    def __init__(self, stage: StageCost, work: Work, *, own_input: bool, largest: float) -> None:
-        self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
+    def __init__(
+        self, stage: StageCost, work: Work, *, own_input: bool, largest: float, ahead: float
+    ) -> None:
+        self.stage, self.cut, self.largest, self.ahead = stage, work.layout.pipeline > 1, largest, ahead
         mode, interval = work.checkpointing, work.checkpoint_every
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
 
@@ -144,13 +147,14 @@ class StageBytes:
         self.first_part, self.halfway = self._in_two(work) if work.in_two else (0.0, 0.0)
 
     def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
-        # FSDP gathers ahead the block that ran before. Before a stage's first one nothing is gathered ahead,
-        # but in a pipeline FSDP may gather a block of another stage of the rank.
+        # FSDP gathers ahead the block that ran before.
         runs, place = list[Run](), len(blocks)
         for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda pair: id(pair[1])):
             pairs = [*alike]
             place -= len(pairs)
-            ahead = blocks[place - 1][0].weights if place else self.largest * self.cut
+            # Of a block with experts apart it gathers these later.
+            before = blocks[place - 1][0].plain if place else None
+            ahead = self.ahead if before is None else before.weights - before.experts
             runs.append(Run(len(pairs), *pairs[0], ahead))
         return runs
 
@@ -172,6 +176,17 @@ class StageBytes:
             # Behind the last block nothing waits for the second part, so its last operators are done.
             halfway -= blocks[0].piece.waiting - blocks[0].piece.between
         return max(most, waiting + norm), halfway
+
+
+def most_of(pieces: Sequence[Piece], what: str) -> float:
+    """Return the most bytes of a backward through pieces that run one after the other.
+
+    It comes to the last one first, and gives back what this one kept before it comes to the others.
+    """
+    most = behind = 0
+    for piece in reversed(pieces):
+        most, behind = max(most, getattr(piece.plain, what) - behind), behind + piece.kept
+    return most
 
 
 def _sum(pieces: Sequence[Piece], what: str) -> int:

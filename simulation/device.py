@@ -2,7 +2,8 @@
 
 A tensor on the device has a shape and no numbers (torch's ``FakeTensor``); tensors on the host are real. Then
 mixing both is an error, and where the host asks the device for a number, somebody must say which: each such
-place is a ``Wait``, with its reason.
+place is a ``Wait``, with its reason. To large tensors of the host, which offload keeps there, nothing is
+written: the pages of memory that nobody writes to are none, and read as zeros.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, accelerator, tensors_in
+from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
 from .operators import facts_of
 from .tensors import DEVICE, device_of
 from .waits import Kind, Locals, Wait, Waits, waiting_place
+
+#: Numbers of a tensor of the host to which nothing is written: it has pages of memory of its own.
+LARGE = 2**24
 
 
 class Mixed(AssertionError):
@@ -68,7 +72,7 @@ class SimulatedDevice(UncompiledMode):
             return without(call)
         call.kwargs.pop("pin_memory", None)  # pages are pinned for a driver, and there is none
         if not call.concerns_device:
-            return func(*args, **call.kwargs)
+            return _on_host(func, call)
         if (handler := _HANDLERS.get(call.name)) is not None:
             done = handler(self, call)
             if done is not NotImplemented:
@@ -87,12 +91,12 @@ class SimulatedDevice(UncompiledMode):
 
     def _here(self, value: Any) -> Any:
         """Return nested lists, tuples and dicts with the tensors of the host on the device."""
-        if isinstance(value, Tensor):
-            on_host = value.device.type == "cpu" and value.ndim > 0
-            return self._on_device(torch.empty_like, value, device=NAME) if on_host else value
-        if isinstance(value, dict):
-            return {key: self._here(inner) for key, inner in value.items()}
-        return type(value)(map(self._here, value)) if type(value) in (list, tuple) else value
+
+        def place(tensor: Tensor) -> Tensor:
+            on_host = tensor.device.type == "cpu" and tensor.ndim > 0
+            return self._on_device(torch.empty_like, tensor, device=NAME) if on_host else tensor
+
+        return _mapped(place, value)
 
     def _upload(self, non_blocking: bool) -> None:
         if not non_blocking:
@@ -114,8 +118,9 @@ class SimulatedDevice(UncompiledMode):
     def _read(self, tensor: Tensor) -> Tensor:
         wait, frame = self._wait("read")
         if wait is None or wait.gives is None:
-            fill = torch.ones if tensor.dtype == torch.bool and wait is not None else torch.zeros
-            return fill(tensor.shape, dtype=tensor.dtype)
+            if tensor.dtype == torch.bool and wait is not None:
+                return torch.ones(tensor.shape, dtype=tensor.dtype)
+            return _zeros(tensor.shape, tensor.dtype)
         numbers = torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype)
         if numbers.shape != tensor.shape:
             shape, expected = [*tensor.shape], [*numbers.shape]
@@ -149,12 +154,44 @@ class _Call:
             raise Mixed(f"{self.name} of {shapes}, in {waiting_place()[0]}")
 
 
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with their tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, inner) for key, inner in value.items()}
+    return type(value)(_mapped(change, inner) for inner in value) if type(value) in (list, tuple) else value
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return (torch.empty if shape.numel() >= LARGE else torch.zeros)(shape, dtype=dtype)
+
+
+def _on_host(func: Any, call: _Call) -> Any:
+    """Call an operator of the host; what it would write to a large tensor is left out."""
+    if all(tensor.numel() < LARGE for tensor in call.host) or func.is_view:
+        return func(*call.args, **call.kwargs)
+    if any(map(is_dtensor, call.given)):
+        return NotImplemented  # so that it is called with what this rank stores
+    if func._schema.is_mutable:
+        changed = call.kwargs.get("out", call.args[0])
+        if all(tensor.numel() < LARGE for tensor in tensors_in(changed)):
+            return func(*call.args, **call.kwargs)
+        return changed if func._schema.returns else None
+    args, kwargs = _mapped(lambda tensor: tensor.to("meta"), (call.args, call.kwargs))
+    shapes = tensors_in(func(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {})))
+    if all(made.numel() < LARGE for made in shapes):
+        return func(*call.args, **call.kwargs)
+    made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in shapes]
+    return made if "[]" in str(func._schema.returns[0].type) else made[0]
+
+
 def _copy(device: SimulatedDevice, call: _Call) -> Any:
     """Copy to the host, or to the device; a copy within the device is a kernel."""
     if call.here and call.wanted not in (None, NAME):
         dtype = call.kwargs.get("dtype") or call.here[0].dtype
         if call.kwargs.get("non_blocking"):  # into pinned memory; who uses it waits for an event
-            return torch.zeros(call.here[0].shape, dtype=dtype)
+            return _zeros(call.here[0].shape, dtype)
         return device._read(call.here[0]).to(dtype)
     if not call.host:
         return NotImplemented
@@ -170,7 +207,8 @@ def _copy_into(device: SimulatedDevice, call: _Call) -> Any:
         return NotImplemented
     into = call.args[0]
     if call.host[0] is into:
-        return into.copy_(device._read(call.args[1]))
+        numbers = device._read(call.args[1])
+        return into if into.numel() >= LARGE else into.copy_(numbers)
     device._upload(call.kwargs.get("non_blocking", len(call.args) > 2 and call.args[2]))
     return into
 

@@ -21,7 +21,7 @@ from ..layers import (
     attention_kinds,
     checkpoint_blocks,
 )
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, declarations
 from .loss_traces import LossTraces, output_of
 from .micro_batch import MicroBatch
 from .piece import Piece
@@ -98,8 +98,9 @@ class ModelPieces:
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(
-                    lambda x: block(x, inputs), self._hidden(batch), own, reached=reached, in_two=in_two
-                )
+                    lambda x: block(x, inputs), self._hidden(batch), own,
+                    apart=self._apart(block), reached=reached, in_two=in_two,
+                )  # fmt: skip
 
         return self._piece(("block", kind, batch, reached), take)
 
@@ -205,6 +206,13 @@ class ModelPieces:
                     del y
                     caches[kind] = cache.bytes - before
             return Generation(caches, recorder.peak + x.nbytes - sum(caches.values()))
+
+    def _apart(self, block: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a block that FSDP gathers by themselves: of experts that ranks share."""
+        if self.state.layout.expert == 1:
+            return []
+        stated = declarations(block)
+        return [weight for name, weight in block.named_parameters() if stated[name].experts]
 
     def _hidden(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""

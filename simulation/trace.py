@@ -20,6 +20,10 @@ class Trace:
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
+    Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients,
+    and those beside ``kept`` without these, with those of other weights: ``to_experts`` when the first one is
+    made, ``at_experts`` when the last one is there, ``after_experts`` the most since then.
+
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
     what of ``kept`` only the first part needed, which goes at the end of the whole stage's.
@@ -34,6 +38,10 @@ class Trace:
     with_gradient: int = 0
     with_gradients: int = 0
     gradients: int = 0
+    experts: int = 0
+    to_experts: int = 0
+    at_experts: int = 0
+    after_experts: int = 0
     first_part: int = 0
     waiting: int = 0
     between: int = 0

@@ -51,6 +51,7 @@ def trace(
     parameters: Sequence[nn.Parameter],
     *,
     others: Sequence[nn.Parameter] = (),
+    apart: Sequence[nn.Parameter] = (),
     reached: bool = True,
     in_two: bool = False,
     scalar: bool = False,
@@ -58,9 +59,9 @@ def trace(
     """Trace ``run(x)`` of an ``x`` that ``make`` makes, and its backward, inside ``shapes_only``.
 
     ``run`` returns a tensor or several. ``parameters``: those of the piece; ``others``: those that it uses
-    and that belong to another piece, whose gradients are not counted. ``reached``: whether a backward comes
-    to ``x``. ``in_two``: whether the backward has two parts. ``scalar``: whether ``run`` gives a loss, whose
-    gradient is a number.
+    and that belong to another piece, whose gradients are not counted. ``apart``: those of the piece that FSDP
+    gathers and sums by themselves. ``reached``: whether a backward comes to ``x``. ``in_two``: whether the
+    backward has two parts. ``scalar``: whether ``run`` gives a loss, whose gradient is a number.
     """
     weights, summed = [*parameters, *others], dict[int, int]()
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
@@ -97,9 +98,8 @@ def trace(
                 made.clear()
                 total.backward()
                 del total
-                sizes["gradients"], peaks = _in_backward(
-                    recorder, start, sizes["kept"], parameters, others, summed
-                )
+                left, peaks = _in_backward(recorder, start, sizes["kept"], parameters, others, apart, summed)
+                sizes |= left
                 instants |= peaks
     for hook in hooks:
         hook.remove()
@@ -117,8 +117,9 @@ def _in_backward(
     forward_bytes: int,
     parameters: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
+    separate: Sequence[nn.Parameter],
     summed: dict[int, int],
-) -> tuple[int, dict[str, list[int]]]:
+) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
     that began after the operator before ``start``.
     """
@@ -140,7 +141,14 @@ def _in_backward(
             for instant in range(max(storage.made - start, 0), summed[id(weight)] + 1 - start):
                 with_gradient[instant] += own[storage]
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
-    return sum(own.values()), instants
+    sizes = {"gradients": sum(own.values())}
+    if experts := {made[id(weight)]: id(weight) for weight in separate if id(weight) in made}:
+        without = beside(apart | experts.keys())
+        first = max(min(storage.made for storage in experts) - start - 1, 0)
+        last = max(summed[number] for number in experts.values()) - start
+        sizes |= {"experts": sum(own[storage] for storage in experts), "to_experts": without[first]}
+        sizes |= {"at_experts": without[last], "after_experts": max(without[last:])}
+    return sizes, instants
 
 
 def _first_part(

@@ -41,6 +41,7 @@ from .fully_sharded import (
     end_backward,
     fsdp_modules,
     gather_weights,
+    in_one_backward,
     is_sharded,
     left_alone,
     parameters_of,

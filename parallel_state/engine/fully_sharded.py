@@ -76,13 +76,16 @@ def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
     stays whole, and nothing is gathered.
     """
     groups = [*_groups(modules)]
+    # ``watched`` puts its own methods there.
+    before = [{name: vars(group).get(name) for name in ("unshard", "reshard")} for group in groups]
     for group in groups:
         group.unshard = group.reshard = _do_nothing
     try:
         yield
     finally:
-        for group in groups:
+        for group, methods in zip(groups, before, strict=True):
             del group.unshard, group.reshard
+            vars(group).update({name: method for name, method in methods.items() if method is not None})
 
 
 def _do_nothing(async_op: bool = False) -> None:
@@ -146,6 +149,22 @@ def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     """
     for group in _groups(modules):
         group.post_backward()
+
+
+@contextmanager
+def in_one_backward(root: FSDPModule | None) -> Iterator[None]:
+    """Let the passes inside be one backward for FSDP, which does once, behind them, what follows a backward.
+
+    Else it would take up the gradients that are there after each pass whose way leads through an output of a
+    sharded module, and would cast those of some parameters to the dtype of sums and leave the rest, which it
+    refuses to sum with them.
+    """
+    state = None if root is None else cast(Any, root)._get_fsdp_state()
+    if state is not None:
+        state._state_ctx.post_backward_final_callback_queued = True
+    yield
+    if state is not None:
+        state._root_post_backward_final_callback()
 
 
 class ReplicaSums:

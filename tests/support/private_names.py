@@ -57,6 +57,8 @@ FULLY_SHARDED = (
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
+    (f"{_FSDP}_state.FSDPState", "_state_ctx"),
+    (f"{_FSDP}_state.FSDPStateContext", "post_backward_final_callback_queued"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "mesh_info"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "post_backward"),

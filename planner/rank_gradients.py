@@ -1,0 +1,133 @@
+"""State the bytes of a rank's gradients: as they are made, as they last in a step, and while they are summed.
+
+FSDP copies the gradients of a group into a buffer, which is summed over the data ranks; a shard of the sum
+stays. The buffer stays until the next group has its gradients, so that of the last group stays until the next
+backward (``reduce_scatter_states`` in torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..parallel_state import BUFFER_DTYPE
+from .rank_parameters import Group, RankParameters
+from .step_shape import Work
+
+
+class RankGradients:
+    """Hold bytes of gradients on a rank of ``work``, by its stages' places on the rank.
+
+    ``alone``: whether the weights are shared with no rank, and not by FSDP (``compute_weights``). ``each``:
+    whether each backward sums gradients over the data ranks; ``in_last``: whether the last one alone sums the
+    sums of all. ``adds``: whether a gradient is added to earlier ones as soon as it is made: FSDP adds to
+    sums of another dtype only after the backward of a group. ``made``, ``sum``: bytes of a trained number's
+    gradient as it is made, and as it lasts before it is summed; ``of_head``: of the output layer's as it
+    waits for the end of a backward. ``lasting``: the bytes of those that last between micro-batches.
+    """
+
+    def __init__(self, work: Work, parameters: RankParameters) -> None:
+        layout, total = work.layout, parameters.every
+        self.work, self.parameters, several = work, parameters, work.micro_batches > 1
+        self.alone = layout.holds_alone and not work.offload
+        self.each = not self.alone and (layout.zero >= 2 or not several)
+        self.in_last = not self.alone and not self.each
+        self.adds = not self.each and (self.alone or work.compute == work.reduce)
+        self.made, self.sum = work.compute, work.reduce if several else work.master
+        # The loss in several chunks leaves the gradient of its weight in the memory of their sum.
+        chunks = 0 < work.loss_chunk < work.batch.count
+        self.of_head = max(work.loss_sums, work.compute) if chunks else work.compute
+        #: The bytes of a shard for each trained number of a group, on average.
+        self.shard = 0.0 if work.offload or not total.trained else total.trained_stored / total.trained
+        self.shard *= work.master
+        copies, shards, _ = layout.data_sizes()
+        #: Whether a buffer becomes the sum, or another one does, and a third one is between these.
+        self.in_place = shards == 1 and (not layout.zero or copies == 1)
+        self.in_three = shards == 1 and not self.in_place
+        self._stages = [
+            sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
+        ]
+        self.lasting = self._last(total) + self._kept()
+        ends = parameters.ends or (parameters.root,)
+        self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
+        #: The buffer that the last sum of a backward leaves.
+        largest = self.root or parameters.largest_trained_block
+        self.buffer = largest * work.reduce * (self.each and not self.in_place)
+
+    def _kept(self) -> float:
+        """Return the bytes that FSDP keeps on the device beside the gradients where replicas sum them: of the
+        root under a pipeline the last sum, and with offload the sums of all groups before that.
+        """
+        work, parameters = self.work, self.parameters
+        if not self.each or work.micro_batches == 1 or not work.layout.copies_shards:
+            return 0.0
+        groups = parameters.every if work.offload else parameters.root
+        return groups.trained_stored * work.reduce * (work.offload or work.layout.pipeline > 1)
+
+    def _last(self, group: Group) -> float:
+        if self.each:
+            return self.shards(group)
+        if self.alone and self.work.micro_batches == 1:
+            return group.trained_stored * self.work.master
+        return group.trained * self.sum
+
+    def shards(self, group: Group) -> float:
+        """Return the bytes of what stays on the device of a group's gradients after their sum."""
+        return 0 if self.work.offload else group.trained_stored * self.work.master
+
+    def of_stage(self, place: int) -> float:
+        """Return how many bytes last of the gradients of a stage's blocks."""
+        return self._last(self._stages[place])
+
+    def part_of_stage(self, place: int, gradients: float) -> float:
+        """Return how many bytes last of so many bytes of the stage's gradients as they are made."""
+        whole = self._stages[place].trained * self.made
+        return self.of_stage(place) * gradients / whole if whole else 0.0
+
+    def given_back(self, place: int, gradients: float | None = None) -> float:
+        """Return what the sum of a stage's gradients, or of so many bytes of them as they are made, gives
+        back in a step's last backward.
+        """
+        whole = self._stages[place]
+        back = max(self._last(whole) - self.shards(whole), 0) if self.in_last else 0.0
+        return back if gradients is None else back * gradients / (whole.trained * self.made or 1)
+
+    def of_root(self, absent: Iterable[int], stages: Sequence[int]) -> float:
+        """Return how many bytes last of those gradients of the root that no other of the rank's ``stages``
+        makes than those with ``absent`` places.
+        """
+        layout, root, ends = self.work.layout, self.parameters.root, self.parameters.ends
+        last = len(stages) - 1
+        user = last if last and stages[-1] == layout.stages - 1 else 0
+        users = {0: ends[0], last: ends[1]} if ends else {user: root}
+        there = sum(group.trained for place, group in users.items() if place not in absent)
+        share = max(root.trained - there, 0) / root.trained if root.trained else 0.0
+        return self._last(root) * share
+
+    def summed(self, elements: float, last: float, further: float = 0.0) -> float:
+        """Return the most bytes while the gradients of a group are summed, those of its weights included.
+
+        ``last``: the elements of the last one, which is freed later than the others; ``further``: bytes that
+        this one has beside theirs.
+        """
+        buffer, shard = elements * self.work.reduce, elements * self.shard * (not self.in_place)
+        if self.in_three:
+            shard += buffer
+        if self.in_last:
+            return buffer + max(shard - elements * self.sum, 0)
+        return buffer + max(elements * self.made, shard + last * self.made) + further
+
+    def summed_root(self) -> float:
+        """Return the most bytes while the gradients of the root are summed."""
+        head = self.parameters.exit - self.parameters.tied
+        return self.summed(self.root, self.last, head * (self.of_head - self.made))
+
+
+def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:
+    """Return the bytes of the weights that a rank computes with, where these are not the stored ones."""
+    total = parameters.every
+    if zero or work.offload:
+        return (total if zero < 3 else parameters.root).here * work.compute
+    # Only those that are stored in another dtype, as the frozen weights beside adapters are not.
+    frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffers * BUFFER_DTYPE.itemsize
+    cast = total.trained * (work.compute != work.master)
+    return (cast + frozen * (stored != frozen * work.compute)) * work.compute
