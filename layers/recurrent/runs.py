@@ -12,10 +12,10 @@ B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C chan
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ...parallel_state import ParallelState, engine
 from ..attention.inputs import AttentionInputs
@@ -115,5 +115,29 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*inputs)
-    made: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return made
+    return _recomputed(function, *inputs)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            made = ctx.function(*inputs)
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        gradients = iter(torch.autograd.grad(made, wanted, grads[0]))
+        return None, *(next(gradients) if need else None for need in needed)
+
+
+# torch declares ``apply`` without types.
+_recomputed: Callable[..., Tensor] = _Recomputed.apply
