@@ -162,7 +162,12 @@ def in_one_backward(root: FSDPModule | None) -> Iterator[None]:
     state = None if root is None else cast(Any, root)._get_fsdp_state()
     if state is not None:
         state._state_ctx.post_backward_final_callback_queued = True
-    yield
+    try:
+        yield
+    except BaseException:
+        if state is not None:  # else no later backward of the model would end
+            state._state_ctx.post_backward_final_callback_queued = False
+        raise
     if state is not None:
         state._root_post_backward_final_callback()
 

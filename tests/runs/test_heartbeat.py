@@ -279,17 +279,21 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
 
 
 def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(tmp_path):
-    """Rank 0 has failed, rank 1 ends when it is asked, rank 2 hangs, and rank 3 is about to end."""
+    """Rank 0 has failed, rank 1 ends when it is asked, rank 2 hangs, rank 3 is about to end; rank 4 says so
+    and hangs.
+    """
     deaf = "trap '' TERM; exec sleep"
-    scripts = ("exit 2", "exec sleep 60", f"{deaf} 60", f"{deaf} 0.6")
+    scripts = ("exit 2", "exec sleep 60", f"{deaf} 60", f"{deaf} 0.6", f"{deaf} 60")
     ranks = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
     stranger = subprocess.Popen(["sleep", "60"])
     leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only ranks of ours are killed
-    leave(tmp_path, 3, run="ours", code=3, pid=ranks[3].pid)
+    for ending in (3, 4):
+        leave(tmp_path, ending, run="ours", code=3, pid=ranks[ending].pid)
     try:
-        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2):
+        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=2.0):
             launch._wait(ranks, tmp_path, "ours")
-        assert [rank.returncode for rank in ranks] == [2, -signal.SIGTERM, -signal.SIGKILL, 0]
+        killed = -signal.SIGKILL
+        assert [rank.returncode for rank in ranks] == [2, -signal.SIGTERM, killed, 0, killed]
         assert stranger.poll() is None
     finally:
         for process in (stranger, *ranks):

@@ -195,7 +195,7 @@ def _shared_groups() -> Iterator[None]:
     threads that wake a hundred times a second, and DTensor remembers an equal mesh of an earlier row.
     """
     groups: dict[object, list[dist.ProcessGroup]] = {}
-    start, patch = ParallelState.start.__func__, pytest.MonkeyPatch()  # type: ignore[attr-defined]
+    start, patch = vars(ParallelState)["start"].__func__, pytest.MonkeyPatch()
 
     def shared(cls: type[ParallelState], layout: Layout, /, **options: Any) -> ParallelState:
         sizes = layout.pipeline, layout.data_sizes(), layout.data_sizes(experts=True), layout.tensor
