@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..parallel_state.engine import map_tensors
+
 
 class Event(NamedTuple):
     """Name a tensor: the ``leaf``-th of the ``call``-th call of ``module`` in micro-batch ``micro``.
@@ -95,22 +97,9 @@ class Recorder:
             copy.register_hook(lambda gradient: self._note_gradient(event, gradient))
             return copy
 
-        return _each(value, note)
+        return map_tensors(value, note)
 
     def _note_gradient(self, event: Event, gradient: Tensor) -> None:
         # The first one counts: the second part of a split backward may come by again, on its way to a weight.
         if event not in self.seen.backward:
             self.seen.backward[event] = gradient.detach().clone()
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest of tuples, lists and dicts, with its tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _each(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(item, change) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_each(item, change) for item in value)
-    return value

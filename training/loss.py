@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState
-from ..parallel_state.engine import accelerator
+from ..parallel_state.engine import accelerator, map_tensors
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -243,7 +243,7 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
         repeat = partial(_repeated, times=times)
         with torch.no_grad(), accelerator.fork_random(tensors[0].device):  # a loss may draw numbers
             repeated = {name: change_alike(repeat, sample) for name, sample in samples.items()}
-            numbers += map(float, loss(_first_sample(output, times), repeated))
+            numbers += map(float, loss(map_tensors(output, repeat), repeated))
     once, count, twice, twice_count = numbers
     if once == 0 or count == 0 or twice_count != 2 * count:
         return None
@@ -261,17 +261,6 @@ def _tensors(output: Any) -> Iterator[Any]:
 
 def _repeated(x: Tensor, times: int) -> Tensor:
     return torch.cat([x.detach()[:1]] * times)
-
-
-def _first_sample(output: Any, times: int) -> Any:
-    """Return the same nest of tuples and dicts; each tensor is its first sample, repeated so many times."""
-    if isinstance(output, dict):
-        return {key: _first_sample(item, times) for key, item in output.items()}
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_first_sample(item, times) for item in output))
-    if isinstance(output, tuple | list):
-        return type(output)(_first_sample(item, times) for item in output)
-    return _repeated(output, times)
 
 
 def _is_number(count: Any) -> bool:

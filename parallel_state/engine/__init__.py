@@ -60,6 +60,7 @@ from .local_tensors import (
     is_dtensor,
     like,
     local_data,
+    map_tensors,
     tensors_in,
 )
 from .measuring import Waited, dump_on_timeout, group_ranks, recorded_collectives, waiting_time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,19 @@ def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
             tensors.append(element)
         elif isinstance(element, _NESTS):
             _collect(element, tensors)
+
+
+def map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nest of tuples, named or not, lists and dicts, with each of its tensors changed."""
+    if isinstance(nest, Tensor):
+        return change(nest)
+    if isinstance(nest, dict):
+        return {key: map_tensors(element, change) for key, element in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(map_tensors(element, change) for element in nest))
+    if isinstance(nest, tuple | list):
+        return type(nest)(map_tensors(element, change) for element in nest)
+    return nest
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
