@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +83,32 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -
     return use_float8(model, scaling)
 
 
-@dataclass(slots=True)
-class _Pair:
+@dataclass(slots=True, weakref_slot=True)
+class ComputeWeight:
     """Hold a parameter (the master), its copy, the modules that hold it, and the sum of its gradients."""
 
     master: nn.Parameter
     copy: nn.Parameter
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     total: Tensor | None = None
+
+    def take_gradient(self, dtype: torch.dtype) -> None:
+        """Add the gradient of the copy to the sum, which is held in ``dtype``."""
+        grad, self.copy.grad = self.copy.grad, None
+        if grad is not None:
+            self.total = grad.to(dtype) if self.total is None else self.total.add_(grad)
+
+    def sum_in_backward(self, dtype: torch.dtype) -> None:
+        """Take the copy's gradient as soon as backward has it."""
+        # Weakly: Python's garbage collection does not see what such a hook holds (torch 2.13), and a model
+        # that hooks of its weights hold would never be freed.
+        weight_of = ref(self)
+
+        def take(_: Tensor) -> None:
+            if weight := weight_of():
+                weight.take_gradient(dtype)
+
+        self.copy.register_post_accumulate_grad_hook(take)
 
 
 class ComputeWeights(AbstractContextManager["ComputeWeights"]):
@@ -108,7 +127,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
 
     def __init__(self, model: nn.Module, precision: Precision, *, fixed: Iterable[str] = ()) -> None:
         self.model, self.precision, self.fixed = model, precision, frozenset(fixed)
-        self._pairs: list[_Pair] = []
+        self._weights: list[ComputeWeight] = []
         self._depth, self._of_forward = 0, False
         if precision.casts:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -117,52 +136,48 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
     def __enter__(self) -> ComputeWeights:
         self._depth += 1
         if self._depth == 1:
-            self._pairs = self._pairs or self._made()
-            cast = [pair for pair in self._pairs if pair.copy.dtype != pair.master.dtype]
+            self._weights = self._weights or self._made()
+            cast = [weight for weight in self._weights if weight.copy.dtype != weight.master.dtype]
             with torch.no_grad():
-                engine.foreach_copy_([pair.copy for pair in cast], [local_data(pair.master) for pair in cast])
-            for pair in self._pairs:
-                if pair.copy.dtype == pair.master.dtype:  # the same memory, wherever it is by now
-                    pair.copy.data = local_data(pair.master)
-                pair.copy.requires_grad_(pair.master.requires_grad)
-                for module, leaf in pair.holders:
-                    setattr(module, leaf, pair.copy)
+                engine.foreach_copy_(
+                    [weight.copy for weight in cast], [local_data(weight.master) for weight in cast]
+                )
+            for weight in self._weights:
+                if weight.copy.dtype == weight.master.dtype:  # the same memory, wherever it is by now
+                    weight.copy.data = local_data(weight.master)
+                weight.copy.requires_grad_(weight.master.requires_grad)
+                for module, leaf in weight.holders:
+                    setattr(module, leaf, weight.copy)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._depth -= 1
         if self._depth:
             return
-        for pair in self._pairs:
-            for module, leaf in pair.holders:
-                setattr(module, leaf, pair.master)
-            self._take(pair)
-            total, pair.total = pair.total, None
+        for weight in self._weights:
+            for module, leaf in weight.holders:
+                setattr(module, leaf, weight.master)
+            weight.take_gradient(self.precision.reduce)
+            total, weight.total = weight.total, None
             if kind is None and total is not None:
-                _add(pair.master, total.to(pair.master.dtype))
+                _add(weight.master, total.to(weight.master.dtype))
 
-    def _made(self) -> list[_Pair]:
+    def _made(self) -> list[ComputeWeight]:
         modules = dict(self.model.named_modules())
-        pairs: dict[nn.Parameter, _Pair] = {}
+        weights: dict[nn.Parameter, ComputeWeight] = {}
         for name, master in self.model.named_parameters(remove_duplicate=False):
             if name in self.fixed or not (self.precision.casts or is_dtensor(master)):
                 continue
-            if master not in pairs:
+            if master not in weights:
                 copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)
-                pairs[master] = pair = _Pair(master, copy)
+                weights[master] = weight = ComputeWeight(master, copy)
                 if self.precision.reduce != self.precision.compute:
                     if not copy.requires_grad:
                         copy.requires_grad_(True)  # torch takes hooks of no other
-                    copy.register_post_accumulate_grad_hook(lambda _, pair=pair: self._take(pair))
+                    weight.sum_in_backward(self.precision.reduce)
             path, _, leaf = name.rpartition(".")
-            pairs[master].holders.append((modules[path], leaf))
-        return [*pairs.values()]
-
-    def _take(self, pair: _Pair) -> None:
-        """Add the gradient of a copy to its sum."""
-        grad, pair.copy.grad = pair.copy.grad, None
-        if grad is not None:
-            pair.total = grad.to(self.precision.reduce) if pair.total is None else pair.total.add_(grad)
+            weights[master].holders.append((modules[path], leaf))
+        return [*weights.values()]
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._depth:

@@ -22,7 +22,7 @@ from ...simulation.record import Collective, StepRecord
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.own.module import OwnFamily
-from ...training.precision import ComputeWeights
+from ...training.precision import ComputeWeight
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult
@@ -171,15 +171,15 @@ def _computing_as(kernels: Kernels) -> Iterator[None]:
 @contextmanager
 def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Mark the weights that a rank without FSDP computes with, and their gradients."""
-    take = ComputeWeights._take
+    take = ComputeWeight.take_gradient
 
-    def marked(weights: ComputeWeights, pair: Any) -> None:
-        ledger.mark("weights in the dtype of compute", [pair.copy])
-        ledger.mark("gradients", [pair.copy.grad] if pair.copy.grad is not None else [])
-        take(weights, pair)
-        ledger.mark("gradients", [pair.total] if pair.total is not None else [])
+    def marked(weight: ComputeWeight, dtype: torch.dtype) -> None:
+        ledger.mark("weights in the dtype of compute", [weight.copy])
+        ledger.mark("gradients", [weight.copy.grad] if weight.copy.grad is not None else [])
+        take(weight, dtype)
+        ledger.mark("gradients", [weight.total] if weight.total is not None else [])
 
-    with mock.patch.object(ComputeWeights, "_take", marked):
+    with mock.patch.object(ComputeWeight, "take_gradient", marked):
         yield
 
 

@@ -16,7 +16,7 @@ from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
-from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
+from trilith.planner import Work, plan_memory, rank_parameters, sampled_model, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.memory import memory_of
 from trilith.planner.sampled_model import SampledModel, sampled
@@ -201,6 +201,7 @@ def counts_of(layout, names):
         sizes = [(local_data(one).numel(), one.requires_grad) for one in model.parameters()]
         real = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         found[name] = (real, *plans)
+    sampled_model._sampled.cache_clear()  # its models hold process groups
     return found
 
 

@@ -115,6 +115,11 @@ def roughened(layer: nn.Module, state: State) -> nn.Module:
     return layer
 
 
+def _sum_gradient(group: dist.ProcessGroup, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(local_data(parameter.grad), group=group)
+
+
 class _WholeSequence(torch.autograd.Function):
     """Make whole what each context rank has a piece of, or the reverse in backward."""
 
@@ -157,11 +162,8 @@ class Mixer(nn.Module):
         self.positions = None if documents is None else positions_of(documents)
         if self.state.context.size > 1:
             for parameter in layer.parameters():
-                parameter.register_post_accumulate_grad_hook(self._sum)
-
-    def _sum(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        dist.all_reduce(local_data(parameter.grad), group=self.state.context.group)
+                # A hook that held ``self`` would keep it for good: no garbage search sees what hooks hold.
+                parameter.register_post_accumulate_grad_hook(partial(_sum_gradient, self.state.context.group))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         state, rotary = self.state, {} if self.rotary is None else {"all": self.rotary}

@@ -1,6 +1,7 @@
 """Python searches for garbage after steps alone, the same on all ranks; what a step leaves does not grow."""
 
 import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -47,7 +48,7 @@ def test_ranks_search_after_the_same_steps_and_at_no_other_time(tmp_path, tokens
 
 def left(raw):
     """Return the tensors that two later steps leave to the search, and which nothing else would free."""
-    found = []
+    tensors = []
 
     def after(metrics):
         if metrics.step == 1:
@@ -55,18 +56,31 @@ def left(raw):
             gc.set_debug(gc.DEBUG_SAVEALL)
         if metrics.step == 3:
             gc.collect()
-            gc.set_debug(0)
-            found.extend(str(one.shape) for one in gc.garbage if isinstance(one, torch.Tensor))
-            gc.garbage.clear()
+            tensors.append([str(thing.shape) for thing in gc.garbage if isinstance(thing, torch.Tensor)])
 
-    trainer_of(raw).run(after)
-    return found
+    try:
+        trainer_of(raw).run(after)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    (after_step_3,) = tensors
+    return after_step_3
+
+
+def freed(raw):
+    """Return whether nothing holds a model, nor a module of it, once its run is over."""
+    trainer = trainer_of(raw)
+    trainer.run()
+    modules = [weakref.ref(module) for module in trainer.model.modules()]
+    del trainer
+    gc.collect()
+    return all(module() is None for module in modules)
 
 
 SPARING = {"checkpointing": "full", "loss_chunk": 8, "offload": True}
 
 
-@pytest.mark.parametrize(
+each_kind_of_step = pytest.mark.parametrize(
     "changes",
     [
         {"memory": {"checkpointing": "selective"}, "dtype": "float32", "compute": "bfloat16"},
@@ -80,11 +94,22 @@ SPARING = {"checkpointing": "full", "loss_chunk": 8, "offload": True}
     ],
     ids=lambda changes: str(changes)[:60],
 )
+
+
+@each_kind_of_step
 def test_no_tensor_of_a_step_waits_for_the_search(tmp_path, tokens, changes):
     """Or its memory would be there until then, beside that of the next step."""
-    raw = tiny_recipe(tmp_path / "run", tokens, steps=3, data={"global_batch": 4}, **changes)
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, data={"global_batch": 4}, **changes)
     world = parse_recipe(raw).layout.world
     assert run_parallel(left, world, raw) == [[]] * world
+
+
+@each_kind_of_step
+def test_a_model_is_freed_after_its_run(tmp_path, tokens, changes):
+    """With its process groups, whose threads wake a hundred times a second."""
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=2, data={"global_batch": 4}, **changes)
+    world = parse_recipe(raw).layout.world
+    assert run_parallel(freed, world, raw) == [True] * world
 
 
 def kept(raw):
