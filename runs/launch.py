@@ -231,22 +231,23 @@ def _start(
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> None:
-    """Wait until all ranks have ended. Once one has failed, the others are asked to end; those whose status
-    does not say soon that they do hang, and are killed; so is, later, what hangs behind its end.
+    """Wait until all processes have ended. Once a rank has failed, the others are asked to end; those whose
+    status does not say soon that they do hang, and are killed. So is, later, a process that hangs behind the
+    end of its rank, also where no rank has failed.
     """
-    failed_at: float | None = None
+    ending_since: float | None = None
     while running := [rank for rank in ranks if rank.poll() is None]:
         time.sleep(_LOOK_EVERY)
         statuses = read_status(status, run=run)
+        ended = {rank_status.pid for rank_status in statuses if rank_status.code is not None}
         codes = [rank.returncode for rank in ranks] + [rank_status.code for rank_status in statuses]
-        if failed_at is None and any(code not in (None, 0, PREEMPTED) for code in codes):
-            failed_at = time.monotonic()
-            _send(running, signal.SIGTERM)
-        late = 0.0 if failed_at is None else time.monotonic() - failed_at
+        failed = any(code not in (None, 0, PREEMPTED) for code in codes)
+        if ending_since is None and (failed or len(ended) == len(ranks)):
+            ending_since = time.monotonic()
+            _send(running if failed else [], signal.SIGTERM)
+        late = 0.0 if ending_since is None else time.monotonic() - ending_since
         if late > _HANGING_AFTER:
-            ending = {rank_status.pid for rank_status in statuses if rank_status.code is not None}
-            if late > _ENDING_AFTER:
-                ending = set()
+            ending = set[int]() if late > _ENDING_AFTER else ended
             _send([rank for rank in running if rank.pid not in ending], signal.SIGKILL)
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -297,6 +298,23 @@ def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(t
         assert stranger.poll() is None
     finally:
         for process in (stranger, *ranks):
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_path):
+    ranks = [subprocess.Popen(["sleep", seconds]) for seconds in ("60", "0.5")]
+    for number, process in enumerate(ranks):
+        leave(tmp_path, number, run="ours", code=0, pid=process.pid)
+    watchdog = threading.Timer(20, ranks[0].terminate)
+    watchdog.start()
+    try:
+        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=1.0):
+            launch._wait(ranks, tmp_path, "ours")
+        assert [process.returncode for process in ranks] == [-signal.SIGKILL, 0]
+    finally:
+        watchdog.cancel()
+        for process in ranks:
             process.kill()
             process.wait()
 
