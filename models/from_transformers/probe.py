@@ -113,12 +113,9 @@ class _Calls:
             patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
         ):  # they read places and masks, which have no values here
             logits = model(input_ids=tokens, use_cache=False).logits
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            try:
-                read = torch.autograd.grad(logits.float().sum(), [*trained.values()], allow_unused=True)
-            except NotImplementedError:  # its backward needs values: a step names what has no gradient
-                return
-        self.idle = frozenset(name for name, grad in zip(trained, read, strict=True) if grad is None)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        read = _read_by(logits)
+        self.idle = frozenset(name for name, p in trained.items() if p not in read)
 
     def _noting(self, path: str) -> Any:
         return lambda module, args: (self.exit if self.order else self.entry).add(path)
@@ -152,6 +149,18 @@ class _Calls:
             if name.rpartition(".")[0] not in called and name not in self.idle:
                 return f"{name} is used outside the blocks, and no module of its own is called"
         return ""
+
+
+def _read_by(output: Tensor) -> set[Tensor]:
+    """Return the parameters that a backward from ``output`` would come to, without running it."""
+    left, nodes, read = [output.grad_fn], set[Any](), set[Tensor]()
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            left += [before for before, _ in node.next_functions]
+            read |= {node.variable} if hasattr(node, "variable") else set()
+    return read
 
 
 def _rope_by_length(config: Any) -> str:
