@@ -24,8 +24,8 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint, MachineFailed
 from ..system import refusal_of
 
-#: Bytes of a call that writes. For larger ones Linux takes stretches of 2 MB of free memory for its cache: on a
-#: virtual machine that is memory which the host has taken back, and a write of it costs six times as much.
+#: Bytes of a call that writes. For a larger one Linux takes 2 MB stretches of free memory for its cache.
+#: On a virtual machine the host has mostly taken those back, and a write there costs six times as much.
 _CALL = 1 << 20
 
 

@@ -73,6 +73,18 @@ def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(tmp_path,
     assert seen.between(0, 1000) == zlib.crc32(data)
 
 
+def test_no_call_writes_more_than_a_mebibyte(tmp_path, monkeypatch):
+    """Larger ones are several times as slow on virtual machines (``storage/disk.py``)."""
+    asked, whole = list[int](), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, at: asked.append(len(part)) or whole(fd, part, at))
+    numbers = torch.arange(3 << 19, dtype=torch.float32)
+    writer = TensorWriter(tmp_path / "w", {"w": ("F32", tuple(numbers.shape))})
+    writer.write("w", Box.whole(tuple(numbers.shape)), numbers)
+    writer.close()
+    assert max(asked) == 1 << 20
+    assert torch.equal(load_file(tmp_path / "w")["w"], numbers)
+
+
 def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch):
     writer = TensorWriter(tmp_path / "f", {"w": ("U8", (4, 4))})
     writer.write("w", Box((0, 0), (4, 2)), torch.ones(4, 2, dtype=torch.uint8))
