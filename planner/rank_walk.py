@@ -70,7 +70,7 @@ class RankWalk:
         if work.micro_batches > 1 and self.gradients.in_last:
             ends = last_backwards(*asked) if self.cut else [each for each, _ in instants if each.kind == "B"]
             instants = [(each, last) for each, last in instants if not last or each.kind in "FI"]
-            instants += [(end, True) for end in ends if not end.absent]
+            instants += [(end, True) for end in ends]
         for instant, last in instants:
             place = self.here.index(instant.stage)
             self._begin(instant, message, place)
@@ -263,7 +263,9 @@ class RankWalk:
             self.note(trace.to_experts + waits + trace.weights + experts + self.recut)
         if summing:
             self.left, dropped = 0.0, experts * (zero3 or drops)
-            self.note(trace.at_experts + beside - dropped + self.gradients.summed(experts / self.made, 0))
+            elements, largest = experts / self.made, self.parameters.largest_of_blocks
+            summed = self.gradients.summed(elements, largest, experts=True)
+            self.note(trace.at_experts + beside - dropped + summed)
             self.left = buffer
             self.note(trace.after_experts + beside - dropped)
             self.left = left
