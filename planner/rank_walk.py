@@ -143,26 +143,41 @@ class RankWalk:
         """Walk through the second part of a backward in two, which computes the gradients of weights."""
         gradients, stage = self.gradients, self.stages[place]
         computed, trained = self.parameters.sums_of_stages[place]
-        zero3, largest = self.zero == 3, self.parameters.largest_trained_block
+        zero3, largest, first = self.zero == 3, self.parameters.largest_trained_block, place in self.absent
         self.now += computed * self.made * zero3
+        before, missing = self.now, self.missing
         self.note(max(self.parameters.root.here, self.parameters.largest_block) * self.made * zero3)
-        # Each group of weights frees what it was computed from; that of the output layer may be the last one.
-        self.now -= stage.halfway + stage.kept - stage.logits
-        if place in self.absent:
-            self.missing -= gradients.of_stage(place) + self.of_root
+        start, made, adds = self.now, 0.0, gradients.adds
+        for piece, number in stage.in_two:
+            part, grads = piece.second_part, piece.gradients * (not adds)
+            most = part.second_with_gradient if adds and not first else part.second_with_gradients
+            for index in {0, number - 1}:
+                self.now = start - index * part.freed
+                self.note(made + index * grads + most)
+            start -= number * part.freed
+            made += number * grads
+            if first and adds:
+                self.missing -= gradients.part_of_stage(place, number * piece.gradients)
+        self.now = before - (stage.halfway + stage.kept - stage.logits)
         made = (trained + self._exit(place)) * self.made
-        if gradients.each:
+        summing = last and gradients.in_last
+        if not (gradients.each or summing or adds):
             self.note(made)
+        if first:
+            self.missing = missing - gradients.of_stage(place) - self.of_root
+        if gradients.each:
             self.left = 0.0
             self.note(made + largest * self.work.reduce)
             if self._exit(place):
                 self.now -= computed * self.made * zero3
                 self.note(gradients.summed_root())
-        elif not gradients.adds:
-            in_buffer = largest * (self.work.reduce - self.made) * (last and gradients.in_last)
-            self.note(made + in_buffer)
-        else:
-            self.note(largest * (self.work.reduce if last and gradients.in_last else self.made))
+        elif summing:
+            waits = 0 if adds else made - largest * self.made
+            # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
+            beside = self.parameters.largest_of_blocks * gradients.sum * (self.recut > 0)
+            self.note(waits + largest * self.work.reduce + beside)
+        elif not adds:
+            self.note(self.parameters.largest_of_blocks * self.made)
 
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""

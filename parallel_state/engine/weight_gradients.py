@@ -111,6 +111,8 @@ def _compute_group(group: Group, weight_of: Mapping[Any, nn.Parameter], *, retai
             weight.grad = gradient
         else:
             weight.grad += gradient
+        for hook in [*(weight._post_accumulate_grad_hooks or {}).values()]:  # which a backward calls
+            hook(weight)
 
 
 def compute_input_gradients(
