@@ -13,6 +13,7 @@ from ..pipeline.held_in_step import Instant, heaviest, last_backwards
 from ..simulation.trace import Trace
 from .rank_gradients import RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
+from .second_part import walk_second_part
 from .stage_costs import Run, StageBytes, StageCost, most_of
 from .step_shape import Work
 
@@ -79,7 +80,7 @@ class RankWalk:
             elif instant.kind == "I":
                 self.note(self.stages[place].first_part + 2 * self.stages[place].largest * (self.zero == 3))
             elif instant.kind == "W" and not self.stages[place].stage.first:
-                self._weights(place, last=last)
+                walk_second_part(self, place, self._exit(place), last=last)
             else:
                 self._backward(place, last=last)
         for place, stage in enumerate(self.stages):
@@ -139,46 +140,6 @@ class RankWalk:
         made = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
         return max(made - stage.exit - stage.output, 0 if self.cut else stage.logits)
 
-    def _weights(self, place: int, *, last: bool) -> None:
-        """Walk through the second part of a backward in two, which computes the gradients of weights."""
-        gradients, stage = self.gradients, self.stages[place]
-        computed, trained = self.parameters.sums_of_stages[place]
-        zero3, largest, first = self.zero == 3, self.parameters.largest_trained_block, place in self.absent
-        self.now += computed * self.made * zero3
-        before, missing = self.now, self.missing
-        self.note(max(self.parameters.root.here, self.parameters.largest_block) * self.made * zero3)
-        start, made, adds = self.now, 0.0, gradients.adds
-        for piece, number in stage.in_two:
-            part, grads = piece.second_part, piece.gradients * (not adds)
-            most = part.second_with_gradient if adds and not first else part.second_with_gradients
-            for index in {0, number - 1}:
-                self.now = start - index * part.freed
-                self.note(made + index * grads + most)
-            start -= number * part.freed
-            made += number * grads
-            if first and adds:
-                self.missing -= gradients.part_of_stage(place, number * piece.gradients)
-        self.now = before - (stage.halfway + stage.kept - stage.logits)
-        made = (trained + self._exit(place)) * self.made
-        summing = last and gradients.in_last
-        if not (gradients.each or summing or adds):
-            self.note(made)
-        if first:
-            self.missing = missing - gradients.of_stage(place) - self.of_root
-        if gradients.each:
-            self.left = 0.0
-            self.note(made + largest * self.work.reduce)
-            if self._exit(place):
-                self.now -= computed * self.made * zero3
-                self.note(gradients.summed_root())
-        elif summing:
-            waits = 0 if adds else made - largest * self.made
-            # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
-            beside = self.parameters.largest_of_blocks * gradients.sum * (self.recut > 0)
-            self.note(waits + largest * self.work.reduce + beside)
-        elif not adds:
-            self.note(self.parameters.largest_of_blocks * self.made)
-
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
         return self.parameters.exit * (place == len(self.stages) - 1)
@@ -216,7 +177,7 @@ class RankWalk:
             self._blocks(run, place, waits, message, last=last)
             message = 0
         entry = stage.stage.entry
-        self.now = self.resident - stage.kept
+        self.now = self.resident - stage.kept + stage.output
         self._root(place, waits, 0 if entry is None else entry.plain.backward, last=last)
 
     def _blocks(self, run: Run, place: int, waits: float, message: float, *, last: bool) -> None:
@@ -260,9 +221,14 @@ class RankWalk:
 
     def _forwards(self, stage: StageBytes) -> None:
         """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-        zero3, weights = self.zero == 3, stage.runs[0].piece.weights if stage.runs else 0
+        zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
         # FSDP keeps what it received for a block until it has gathered the next one.
         self.note(self._made_in_last(stage) + zero3 * 2 * weights)
+        if (
+            zero3 and self.left and not self.cut
+        ):  # the next micro-batch's first block, after the root that it gathers anew
+            root = self.parameters.root.here * self.made
+            self.note(root + 2 * stage.runs[-1].piece.weights - stage.kept)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.

@@ -62,7 +62,8 @@ def trace(
     ``run`` returns a tensor or several. ``parameters``: those of the piece; ``others``: those that it uses
     and that belong to another piece, whose gradients are not counted. ``apart``: those of the piece that FSDP
     gathers and sums by themselves. ``reached``: whether a backward comes to ``x``. ``in_two``: whether the
-    backward has two parts; the second one is noted where the piece is ``"followed"`` by others. ``scalar``: whether ``run`` gives a loss, whose gradient is a number.
+    backward has two parts; the second one is noted where the piece is ``"followed"`` by others. ``scalar``:
+    whether ``run`` gives a loss, whose gradient is a number.
     """
     weights, summed = [*parameters, *others], dict[int, int]()
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
