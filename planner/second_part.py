@@ -1,7 +1,7 @@
 """Walk through the second part of a backward in two, which computes the gradients of weights.
 
-Its pieces run from the first block on. The graph of the later ones keeps what no weight's gradient is computed
-from (``Trace.freed``).
+Its pieces run from the first block on. The graph of the later ones keeps what no weight's gradient is
+computed from (``Trace.freed``).
 """
 
 from __future__ import annotations
