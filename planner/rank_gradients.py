@@ -36,10 +36,10 @@ class RankGradients:
         # The loss in several chunks leaves the gradient of its weight in the memory of their sum.
         chunks = 0 < work.loss_chunk < work.batch.count
         self.of_head = max(work.loss_sums, work.compute) if chunks else work.compute
-        #: The bytes of a shard for each trained number of a group, on average.
-        self.shard = 0.0 if work.offload or not total.trained else total.trained_stored / total.trained
-        self.shard *= work.master
         copies, shards, _ = layout.data_sizes()
+        #: The bytes of a shard for each number of a group: of experts apart, or of others.
+        each = 0.0 if work.offload else float(work.master)
+        self.shard = {experts: each / layout.data_sizes(experts)[1] for experts in (False, True)}
         #: Whether a buffer becomes the sum, or another one does, and a third one is between these.
         self.in_place = shards == 1 and (not layout.zero or copies == 1)
         self.in_three = shards == 1 and not self.in_place
@@ -103,13 +103,13 @@ class RankGradients:
         share = max(root.trained - there, 0) / root.trained if root.trained else 0.0
         return self._last(root) * share
 
-    def summed(self, elements: float, last: float, further: float = 0.0) -> float:
+    def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included.
 
         ``last``: the elements of the last one, which is freed later than the others; ``further``: bytes that
-        this one has beside theirs.
+        this one has beside theirs. ``experts``: whether they are of experts apart.
         """
-        buffer, shard = elements * self.work.reduce, elements * self.shard * (not self.in_place)
+        buffer, shard = elements * self.work.reduce, elements * self.shard[experts] * (not self.in_place)
         if self.in_three:
             shard += buffer
         if self.in_last:

@@ -13,6 +13,7 @@ from ..pipeline.held_in_step import Instant, heaviest, last_backwards
 from ..simulation.trace import Trace
 from .rank_gradients import RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
+from .second_part import walk_second_part
 from .stage_costs import Run, StageBytes, StageCost, most_of
 from .step_shape import Work
 
@@ -70,7 +71,7 @@ class RankWalk:
         if work.micro_batches > 1 and self.gradients.in_last:
             ends = last_backwards(*asked) if self.cut else [each for each, _ in instants if each.kind == "B"]
             instants = [(each, last) for each, last in instants if not last or each.kind in "FI"]
-            instants += [(end, True) for end in ends if not end.absent]
+            instants += [(end, True) for end in ends]
         for instant, last in instants:
             place = self.here.index(instant.stage)
             self._begin(instant, message, place)
@@ -79,7 +80,7 @@ class RankWalk:
             elif instant.kind == "I":
                 self.note(self.stages[place].first_part + 2 * self.stages[place].largest * (self.zero == 3))
             elif instant.kind == "W" and not self.stages[place].stage.first:
-                self._weights(place, last=last)
+                walk_second_part(self, place, self._exit(place), last=last)
             else:
                 self._backward(place, last=last)
         for place, stage in enumerate(self.stages):
@@ -139,31 +140,6 @@ class RankWalk:
         made = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
         return max(made - stage.exit - stage.output, 0 if self.cut else stage.logits)
 
-    def _weights(self, place: int, *, last: bool) -> None:
-        """Walk through the second part of a backward in two, which computes the gradients of weights."""
-        gradients, stage = self.gradients, self.stages[place]
-        computed, trained = self.parameters.sums_of_stages[place]
-        zero3, largest = self.zero == 3, self.parameters.largest_trained_block
-        self.now += computed * self.made * zero3
-        self.note(max(self.parameters.root.here, self.parameters.largest_block) * self.made * zero3)
-        # Each group of weights frees what it was computed from; that of the output layer may be the last one.
-        self.now -= stage.halfway + stage.kept - stage.logits
-        if place in self.absent:
-            self.missing -= gradients.of_stage(place) + self.of_root
-        made = (trained + self._exit(place)) * self.made
-        if gradients.each:
-            self.note(made)
-            self.left = 0.0
-            self.note(made + largest * self.work.reduce)
-            if self._exit(place):
-                self.now -= computed * self.made * zero3
-                self.note(gradients.summed_root())
-        elif not gradients.adds:
-            in_buffer = largest * (self.work.reduce - self.made) * (last and gradients.in_last)
-            self.note(made + in_buffer)
-        else:
-            self.note(largest * (self.work.reduce if last and gradients.in_last else self.made))
-
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
         return self.parameters.exit * (place == len(self.stages) - 1)
@@ -201,7 +177,7 @@ class RankWalk:
             self._blocks(run, place, waits, message, last=last)
             message = 0
         entry = stage.stage.entry
-        self.now = self.resident - stage.kept
+        self.now = self.resident - stage.kept + stage.output
         self._root(place, waits, 0 if entry is None else entry.plain.backward, last=last)
 
     def _blocks(self, run: Run, place: int, waits: float, message: float, *, last: bool) -> None:
@@ -245,9 +221,14 @@ class RankWalk:
 
     def _forwards(self, stage: StageBytes) -> None:
         """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-        zero3, weights = self.zero == 3, stage.runs[0].piece.weights if stage.runs else 0
+        zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
         # FSDP keeps what it received for a block until it has gathered the next one.
         self.note(self._made_in_last(stage) + zero3 * 2 * weights)
+        if (
+            zero3 and self.left and not self.cut
+        ):  # the next micro-batch's first block, after the root that it gathers anew
+            root = self.parameters.root.here * self.made
+            self.note(root + 2 * stage.runs[-1].piece.weights - stage.kept)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
@@ -263,7 +244,9 @@ class RankWalk:
             self.note(trace.to_experts + waits + trace.weights + experts + self.recut)
         if summing:
             self.left, dropped = 0.0, experts * (zero3 or drops)
-            self.note(trace.at_experts + beside - dropped + self.gradients.summed(experts / self.made, 0))
+            elements, largest = experts / self.made, self.parameters.largest_of_blocks
+            summed = self.gradients.summed(elements, largest, experts=True)
+            self.note(trace.at_experts + beside - dropped + summed)
             self.left = buffer
             self.note(trace.after_experts + beside - dropped)
             self.left = left

@@ -145,6 +145,9 @@ class StageBytes:
         self.further = len(further)
         self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
         self.first_part, self.halfway = self._in_two(work) if work.in_two else (0.0, 0.0)
+        #: The pieces of a backward in two in the order of its second part, and how many are alike.
+        self.in_two = [(run.piece, run.number) for run in reversed(self.runs)]
+        self.in_two += [(piece, 1) for piece in stage.behind if piece not in stage.further.values()]
 
     def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
         # FSDP gathers ahead the block that ran before.

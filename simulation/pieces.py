@@ -24,7 +24,7 @@ from ..layers import (
 from ..parallel_state import ParallelState, declarations
 from .loss_traces import LossTraces, output_of
 from .micro_batch import MicroBatch
-from .piece import Piece
+from .piece import InTwo, Piece
 from .recorder import Recorder, noted
 from .trace import Trace, of_more_rounds
 from .traced import trace
@@ -65,7 +65,7 @@ class ModelPieces:
     def _piece(
         self,
         key: object,
-        take: Callable[[Checkpointing, bool], Trace],
+        take: Callable[[Checkpointing, InTwo], Trace],
         *,
         what: str = "",
         silent: bool = False,
@@ -86,7 +86,7 @@ class ModelPieces:
             pieces, alike = self._among(ranks, kind)
             return pieces.block(alike, batch, reached=reached, kind=kind)
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             ranks = 1 if self._among is None else self.state.context.size
             for of_few, number, most in ((of_rows, batch.rows, _FEW_ROWS), (of_ranks, ranks, _FEW_RANKS)):
                 if number > most:
@@ -109,7 +109,7 @@ class ModelPieces:
         them.
         """
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             if batch.rows > _FEW_ROWS:
                 two, three = (self.tables(blocks, replace(batch, rows=rows)).kept for rows in (2, 3))
                 return Trace(kept=two + (batch.rows - 2) * (three - two))
@@ -129,7 +129,7 @@ class ModelPieces:
         """Return the piece of what comes before the first block."""
         model = self.model
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             modules, embed = model.entry, model.embed
             with shapes_only(modules, batch):
                 ids = ids_of(batch)
@@ -153,7 +153,7 @@ class ModelPieces:
                 normed = torch.cat([normed, *(torch.empty_like(normed) for _ in range(count - 1))])
             return model.logits(normed)
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only(modules, batch), self._head_in_loss(in_loss):
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
@@ -166,7 +166,7 @@ class ModelPieces:
         last = place == len(model.mtp) - 1
         block = module.get_submodule("block")
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only([module, model.embed], batch), self._under(block, mode):
                 inputs = self._inputs(batch, block)
                 ids = ids_of(batch)
@@ -185,7 +185,7 @@ class ModelPieces:
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             return self._losses.take(replace(batch, rows=1, length=batch.count), chunk, sums)
 
         return self._piece(("loss", batch, chunk, sums), take, what="loss")

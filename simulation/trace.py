@@ -26,7 +26,9 @@ class Trace:
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
-    what of ``kept`` only the first part needed, which goes at the end of the whole stage's.
+    what of ``kept`` only the first part needed, which goes at the end of the whole stage's. If other pieces
+    follow, ``second_with_gradient`` and ``second_with_gradients``: the most of the second part beside what
+    the first one left, with gradients of weights as above; and what the second part has ``freed`` at its end.
     """
 
     kept: int = 0
@@ -45,6 +47,9 @@ class Trace:
     first_part: int = 0
     waiting: int = 0
     between: int = 0
+    second_with_gradient: int = 0
+    second_with_gradients: int = 0
+    freed: int = 0
     #: What ran before each instant of the forward, then of the backward: what is counted, or its name.
     steps: Sequence[Step] = field(default=(), repr=False)
     #: The bytes of which some of these are the most, after each operator, by their names.

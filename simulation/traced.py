@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state.engine import tensors_in
-from ..parallel_state.engine.weight_gradients import compute_input_gradients
+from ..parallel_state.engine.weight_gradients import Group, compute_input_gradients, compute_weight_gradients
 from .live_bytes import Storage
+from .piece import InTwo
 from .recorder import Recorder
 from .trace import Trace
 
@@ -53,7 +54,7 @@ def trace(
     others: Sequence[nn.Parameter] = (),
     apart: Sequence[nn.Parameter] = (),
     reached: bool = True,
-    in_two: bool = False,
+    in_two: InTwo = False,
     scalar: bool = False,
 ) -> Trace:
     """Trace ``run(x)`` of an ``x`` that ``make`` makes, and its backward, inside ``shapes_only``.
@@ -61,7 +62,8 @@ def trace(
     ``run`` returns a tensor or several. ``parameters``: those of the piece; ``others``: those that it uses
     and that belong to another piece, whose gradients are not counted. ``apart``: those of the piece that FSDP
     gathers and sums by themselves. ``reached``: whether a backward comes to ``x``. ``in_two``: whether the
-    backward has two parts. ``scalar``: whether ``run`` gives a loss, whose gradient is a number.
+    backward has two parts; the second one is noted where the piece is ``"followed"`` by others. ``scalar``:
+    whether ``run`` gives a loss, whose gradient is a number.
     """
     weights, summed = [*parameters, *others], dict[int, int]()
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
@@ -91,8 +93,17 @@ def trace(
         recorder.phase, start = "backward", recorder.at + 1
         if any(x.requires_grad for x in made):
             if in_two:
-                instants["first_part"], left = _first_part(recorder, made, inputs, weights, sizes["kept"])
+                # The graph of what follows keeps that of the piece.
+                follows = [x.grad_fn for x in made] if in_two == "followed" else []
+                groups, left, peaks = _first_part(recorder, made, inputs, weights, sizes["kept"])
                 sizes |= left
+                instants |= peaks
+                if follows:
+                    sizes["freed"], peaks = _second_part(recorder, weights, groups)
+                    # Instants of a backward begin where its first part does.
+                    before = [0] * len(instants["first_part"])
+                    instants |= {name: before + of_second for name, of_second in peaks.items()}
+                del groups, follows
             else:
                 total = made.pop() if scalar else _Taken.apply(*made)
                 made.clear()
@@ -157,8 +168,10 @@ def _first_part(
     inputs: list[Tensor],
     weights: Sequence[nn.Parameter],
     forward_bytes: int,
-) -> tuple[list[int], dict[str, int]]:
-    """Run the first part of a backward in two; return what it holds at each instant, and what it leaves."""
+) -> tuple[Sequence[Group], dict[str, int], dict[str, list[int]]]:
+    """Run the first part of a backward in two; return what is left to compute, what it leaves, and what it
+    holds at each instant.
+    """
     start = recorder.at + 1
     grads = [torch.empty_like(x) for x in made]
     reached = [x for x in inputs if x.requires_grad]
@@ -171,5 +184,23 @@ def _first_part(
         x.grad = None
     instants = [after - size - forward_bytes for after in recorder.bytes(start)]
     sizes = {"waiting": recorder.alive_since(start), "between": recorder.now - forward_bytes}
-    del left
-    return instants, sizes
+    return left, sizes, {"first_part": instants}
+
+
+def _second_part(
+    recorder: Recorder, weights: Sequence[nn.Parameter], groups: Sequence[Group]
+) -> tuple[int, dict[str, list[int]]]:
+    """Run the second part of a backward in two; return what it frees, and what it holds at each instant
+    beside what the first one left.
+    """
+    start, left = recorder.at + 1, recorder.now
+    compute_weight_gradients(weights, groups)
+    made = [recorder.storage(weight.grad) for weight in weights if weight.grad is not None]
+    grads = sorted({each for each in made if each is not None}, key=lambda storage: storage.made)
+    with_all = [size - left for size in recorder.bytes(start)]
+    with_one = [size - left for size in recorder.bytes(start, grads)]
+    for storage, until in zip(grads, [*(after.made for after in grads[1:]), recorder.at + 1], strict=True):
+        for instant in range(storage.made - start, until - start):
+            with_one[instant] += storage.size
+    freed = left - recorder.now + sum(storage.size for storage in grads)
+    return freed, {"second_with_gradient": with_one, "second_with_gradients": with_all}

@@ -124,3 +124,9 @@ def compiler_errors() -> type[Exception]:
     """Return the class of what ``torch.compile`` raises when it cannot compile."""
     errors: type[Exception] = importlib.import_module("torch._dynamo.exc").TorchDynamoException
     return errors
+
+
+def call_gradient_hooks(parameter: torch.Tensor) -> None:
+    """Call the hooks of a parameter whose gradient is complete, as a backward does that comes to it."""
+    for hook in [*(parameter._post_accumulate_grad_hooks or {}).values()]:
+        hook(parameter)

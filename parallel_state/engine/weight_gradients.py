@@ -18,6 +18,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .autograd_and_compiler import call_gradient_hooks
+
 #: One of torch's groups: ``params``, the graph nodes that add to weights' gradients; ``intermediates``, nodes
 #: too; and ``grads``, in their order: for each the gradients of its outputs.
 Group = dict[str, Any]
@@ -111,6 +113,7 @@ def _compute_group(group: Group, weight_of: Mapping[Any, nn.Parameter], *, retai
             weight.grad = gradient
         else:
             weight.grad += gradient
+        call_gradient_hooks(weight)
 
 
 def compute_input_gradients(

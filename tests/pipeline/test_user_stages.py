@@ -307,3 +307,20 @@ def test_a_weight_that_no_gradient_comes_to_gets_none_in_the_second_part_of_a_ba
     group = {"params": params, "intermediates": [made.grad_fn], "grads": [(None,)]}
     compute_weight_gradients([weight], [group])
     assert weight.grad is None
+
+
+def test_the_second_part_of_a_backward_hands_each_gradient_to_the_weight_s_hook():
+    """It sums gradients of several micro-batches in another dtype than they are made in."""
+    weight, sums = nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), []
+
+    def take(parameter):
+        sums.append(parameter.grad.float())
+        parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(take)
+    for _ in range(2):
+        params, made = {get_gradient_edge(weight).node}, weight * 2
+        group = {"params": params, "intermediates": [made.grad_fn], "grads": [(torch.ones_like(made),)]}
+        compute_weight_gradients([weight], [group])
+    assert weight.grad is None
+    assert [grad.tolist() for grad in sums] == [[2, 2], [2, 2]]
