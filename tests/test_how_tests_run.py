@@ -154,8 +154,9 @@ def test_every_seeded_fault_fits_the_code():
         file, text = mutants.seed(mutant)
         compile(text, file, "exec")
         path, _, test = mutant.tests.split()[-1].partition("::")
-        name, text = test.partition("[")[0], (HERE.parent / path).read_text()
+        (name, row, _), text = test.partition("["), (HERE.parent / path).read_text()
         assert f"def {name}" in text or f"\n{name} = " in text, mutant
+        assert not (row and f"\n\ndef {name}(" in text), f"{mutant}: a test without parameters has no rows"
 
 
 def test_each_fault_names_a_test_or_chooses_rows():

@@ -150,8 +150,8 @@ class RankRecord:
     counted: tuple[int, int, int] = (0, 0, 0)
     ratio: float = 0.0
     peak: int = 0
-    #: Names of parameters that differ in a bit after resuming; the parameters in the other layout.
-    resumed: list[str] = field(default_factory=list)
+    #: Names of parameters that differ in a bit after resuming, if it resumed; those in the other layout.
+    resumed: list[str] | None = None
     elsewhere: Shares = field(default_factory=dict)
 
 
