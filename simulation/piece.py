@@ -9,7 +9,7 @@ from .trace import Trace
 
 class Piece:
     """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words;
-    ``silent``: it sends nothing, and need not be traced to know that.
+    ``silent``: it only keeps something, the same in every mode, and sends nothing.
 
     See ``Trace`` for the bytes.
     """
@@ -22,7 +22,7 @@ class Piece:
 
     def under(self, mode: Checkpointing, *, in_two: bool = False) -> Trace:
         """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
-        key = "full" if mode == "every" else mode, in_two
+        key = ("none", False) if self._silent else ("full" if mode == "every" else mode, in_two)
         if key not in self._known:
             self._known[key] = self._take(*key)
         return self._known[key]
