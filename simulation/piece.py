@@ -22,7 +22,9 @@ class Piece:
 
     def under(self, mode: Checkpointing, *, in_two: bool = False) -> Trace:
         """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
-        key = ("none", False) if self._silent else ("full" if mode == "every" else mode, in_two)
+        if self._silent:
+            mode, in_two = "none", False
+        key = "full" if mode == "every" else mode, in_two
         if key not in self._known:
             self._known[key] = self._take(*key)
         return self._known[key]
