@@ -42,14 +42,8 @@ class Stage:
         hand.
         """
         state = alone_or(state)
-        stages = all_stages(num_layers, state.layout.stages, split)
-        parts = tuple(stages[number] for number in state.layout.stages_of(state.at.pipeline))
-        if len(parts) == 1:
-            return parts[0]
-        blocks = tuple(block for part in parts for block in part.blocks)
-        return Stage(
-            blocks, any(p.first for p in parts), any(p.last for p in parts), parts[0].number, pieces=parts
-        )
+        stages = tuple(split_blocks(num_layers, state.layout.stages, split))
+        return _of_rank(stages, state.layout.stages_of(state.at.pipeline))
 
 
 def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[Stage]:
@@ -66,6 +60,19 @@ def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
         stages.append(Stage(tuple(range(start, start + count)), number == 0, number == last, number))
         start += count
     return tuple(stages)
+
+
+@lru_cache(maxsize=4096)  # a plan of many layouts asks for each many times
+def _of_rank(counts: tuple[int, ...], here: tuple[int, ...]) -> Stage:
+    """Return the stage of a rank that holds the stages ``here`` of these numbers of blocks."""
+    stages = _all_stages(counts)
+    parts = tuple(stages[number] for number in here)
+    if len(parts) == 1:
+        return parts[0]
+    blocks = tuple(block for part in parts for block in part.blocks)
+    return Stage(
+        blocks, any(p.first for p in parts), any(p.last for p in parts), parts[0].number, pieces=parts
+    )
 
 
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:

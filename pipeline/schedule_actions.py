@@ -253,15 +253,17 @@ def walk(
         before = len(events)
         for rank in left:
             turn = turns[rank][at[rank]]
-            if any(needs not in done for _, needs in turn):
-                continue
-            for action, needs in turn:
-                number = done[needs]
-                # A whole backward, too, gives the gradient of the input, which the stage before waits for.
-                kind = "I" if action.kind == "B" else action.kind
-                done[kind, action.stage, action.micro_batch] = len(events)
-                events.append(Event(action, rank, number, number >= 0 and events[number].rank != rank))
-            at[rank] += 1
+            for _, needs in turn:
+                if needs not in done:
+                    break
+            else:
+                at[rank] += 1
+                for action, needs in turn:
+                    number = done[needs]
+                    kind, stage, micro_batch, _ = action
+                    # A whole backward, too, gives the gradient of the input, which the stage before needs.
+                    done["I" if kind == "B" else kind, stage, micro_batch] = len(events)
+                    events.append(Event(action, rank, number, number >= 0 and events[number].rank != rank))
         assert len(events) > before, "a schedule that waits for itself"
         left = [rank for rank in left if at[rank] < len(turns[rank])]
     return tuple(events)

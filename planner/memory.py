@@ -74,10 +74,13 @@ def plan_memory(
 
 def memory_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> MemoryPlan:
     """Return the memory of the rank of ``work``, from its parameters and the costs of its stages."""
-    walk = RankWalk(work, parameters, stages)
-    walk.walk()
-    worst = max(walk.peaks.values())
-    total = parameters.every
+    return memory_of_walk(RankWalk(work, parameters, stages), work.at.pipeline)
+
+
+def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
+    """Return the memory of a pipeline rank that is like the one of ``walk``."""
+    walk.walk(pipeline)
+    worst, work, total = max(walk.peaks.values()), walk.work, walk.parameters.every
     gathered, gradients = walk.gathered - worst.dropped, walk.gradients.lasting - worst.missing
     # At the end of a first backward the activations of its micro-batch have been given back.
     resident = min(worst.resident, worst.bytes + worst.dropped + worst.missing)

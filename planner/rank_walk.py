@@ -7,10 +7,13 @@ gathers a group and, with ZeRO 3, the group before it, and sums the gradients of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter
 
 from ..pipeline.held_in_step import Instant, heaviest, last_backwards
+from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
+from .peak import Peak
 from .rank_gradients import RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .second_part import walk_second_part
@@ -18,20 +21,9 @@ from .stage_costs import Run, StageBytes, StageCost, most_of
 from .step_shape import Work
 
 
-class Peak(NamedTuple):
-    """State the bytes at an instant: all of them, activations and messages, and what is not there: gradients
-    that last and that no backward has made yet, and weights that are dropped already.
-    """
-
-    bytes: float
-    resident: float
-    messages: float
-    missing: float
-    dropped: float
-
-
 class RankWalk:
-    """Walk through what may be the worst instants of a rank's step; ``peaks``: in a loss, and elsewhere.
+    """Walk through what may be the worst instants of a step of the rank of ``work``, and of pipeline ranks
+    with stages like its own; ``peaks``: in a loss, and elsewhere.
 
     ``stages``: those of the rank. ``gathered``: the bytes of the weights that it computes with, where these
     are not the stored ones. ``gradients``: see there.
@@ -53,7 +45,7 @@ class RankWalk:
             stage.in_walk(work, own_input=number - 1 in self.here, largest=largest, ahead=ahead)
             for number, stage in zip(self.here, stages, strict=True)
         ]
-        self.peaks: dict[bool, Peak] = {}
+        self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
@@ -61,9 +53,9 @@ class RankWalk:
         gathers = self.zero in (1, 2) or (not self.zero and work.compute != work.master)
         self.drops = gathers and not self.cut and not self.gradients.alone
 
-    def walk(self) -> None:
-        """Walk through the actions at which the rank holds most, and through the last backwards."""
-        work, number = self.work, self.work.at.pipeline
+    def walk(self, number: int) -> None:
+        """Walk through the actions at which a pipeline rank holds most, and through its last backwards."""
+        work, self.here, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
         whole, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
         message = work.between_blocks if self.cut else 0
         asked = work.schedule, work.layout, work.micro_batches, number, whole, halfway, message
@@ -74,17 +66,30 @@ class RankWalk:
             instants += [(end, True) for end in ends]
         for instant, last in instants:
             place = self.here.index(instant.stage)
-            self._begin(instant, message, place)
-            if instant.kind == "F":
+            missing = self._begin(instant, place)
+            for loss, beside in self._action(instant.kind, place, last=last).items():
+                peak = beside.after(instant.bytes, instant.messages * message, missing)
+                peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
+        self.peaks = peaks
+        for stage in dict.fromkeys(self.stages):
+            self._first_forward(stage)
+
+    def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
+        """Return the peaks of an action beside what the rank holds as it begins; many have equal ones."""
+        stage, all_summed = self.stages[place], len(self.summed) + 1 >= len(self.stages)
+        ends = self._exit(place), self.here[place] == 0
+        key = kind, stage, ends, last, all_summed, place in self.absent, self.of_root, self.before
+        if key not in self._actions:
+            self.peaks = self._actions[key] = {}
+            if kind == "F":
                 self._loss(place)
-            elif instant.kind == "I":
-                self.note(self.stages[place].first_part + 2 * self.stages[place].largest * (self.zero == 3))
-            elif instant.kind == "W" and not self.stages[place].stage.first:
+            elif kind == "I":
+                self.note(stage.first_part + 2 * stage.largest * (self.zero == 3))
+            elif kind == "W" and not stage.stage.first:
                 walk_second_part(self, place, self._exit(place), last=last)
             else:
                 self._backward(place, last=last)
-        for place, stage in enumerate(self.stages):
-            self._first_forward(place, stage)
+        return self._actions[key]
 
     def _is_last(self, instant: Instant) -> bool:
         """Tell whether a backward is the last one of its stage: of two the one that is not the first."""
@@ -96,25 +101,26 @@ class RankWalk:
         size = self.now + beside + self.left - self.missing - self.dropped
         if loss not in self.peaks or size > self.peaks[loss].bytes:
             gradients = self.missing - self.before
-            self.peaks[loss] = Peak(size, self.resident, self.messages, gradients, self.dropped)
+            self.peaks[loss] = Peak(size, self.resident, 0.0, gradients, self.dropped)
 
-    def _begin(self, instant: Instant, message: float, place: int) -> None:
+    def _begin(self, instant: Instant, place: int) -> float:
+        """Begin an action; return the bytes of gradients that are not there yet. What the rank holds counts
+        as 0 until the action has ended.
+        """
         # Of a module that is not the zoo's it is not known when its gradients appear.
         self.absent = instant.absent if all(stage.stage.blocks for stage in self.stages) else ()
-        self.messages = instant.messages * message
-        self.resident = self.now = instant.bytes
-        self.dropped = 0.0
+        self.resident = self.now = self.dropped = self.missing = 0.0
         gradients = self.gradients
         left = [other for other in self.absent if other != place]
         root = gradients.of_root(self.absent, self.here)
         #: What lasts of the gradients that the backward of this stage makes, and none before it.
         self.of_root = root - gradients.of_root(left, self.here)
-        self.missing = root + sum(map(gradients.of_stage, self.absent))
         # In the last backward of a stage.
         self.summed = instant.summed
-        self.missing += sum(map(gradients.given_back, instant.summed))
         first = len(self.absent) == len(self.stages)
         self.before = self.left = 0.0 if first or self.work.micro_batches == 1 else gradients.buffer
+        not_yet = map(gradients.of_stage, self.absent), map(gradients.given_back, instant.summed)
+        return root + sum(chain(*not_yet))
 
     def _loss(self, place: int) -> None:
         stage, loss = self.stages[place].stage, self.stages[place].stage.loss
@@ -125,10 +131,10 @@ class RankWalk:
             working = max(part.plain.forward for part in stage.beside)
         self.note(working, loss=True)
 
-    def _first_forward(self, place: int, stage: StageBytes) -> None:
+    def _first_forward(self, stage: StageBytes) -> None:
         """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
         if self.zero in (1, 2) and stage.runs:
-            self.messages = self.dropped = self.left = self.before = 0.0
+            self.dropped = self.left = self.before = 0.0
             self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
             ahead = self.parameters.largest_block * self.made
             self.note(self._made_in_last(stage) + ahead)
@@ -207,9 +213,8 @@ class RankWalk:
                 beside += zero3 * again * experts
                 self._experts(trace, waits, beside, left_of_experts, summing=summing, drops=drops)
             self.note(most - message * (not index) + beside)
-            if (
-                weights + self.recut > ahead
-            ):  # FSDP copies what it received before it gathers the block before
+            # FSDP copies what it received before it gathers the block before.
+            if weights + self.recut > ahead:
                 self.note(self.work.between_blocks + waits + zero3 * (2 * weights + self.recut))
             self.now -= trace.kept
             self.dropped += weights * drops
@@ -224,9 +229,8 @@ class RankWalk:
         zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
         # FSDP keeps what it received for a block until it has gathered the next one.
         self.note(self._made_in_last(stage) + zero3 * 2 * weights)
-        if (
-            zero3 and self.left and not self.cut
-        ):  # the next micro-batch's first block, after the root that it gathers anew
+        # The next micro-batch's first block, after the root that it gathers anew.
+        if zero3 and self.left and not self.cut:
             root = self.parameters.root.here * self.made
             self.note(root + 2 * stage.runs[-1].piece.weights - stage.kept)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
+from ..parallel_state import Layout
 from ..simulation.kinds_of_blocks import signature
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
@@ -251,6 +252,16 @@ def stage_cost(work: Work, stage: Stage, source: Source) -> StageCost:
     behind = end, *further.values()
     beside = *before, *behind
     return StageCost(stage.first, blocks, beside, frozenset(reaches), entry, loss, behind, further)
+
+
+def alike_ranks(layout: Layout, costs: Callable[[int], Sequence[StageCost]]) -> list[int]:
+    """Return, for each pipeline rank, the first one with stages that cost the same, and of which the same
+    follow each other. ``costs``: returns those of a rank.
+    """
+    first: dict[object, int] = {}
+    ranks = [(rank, layout.stages_of(rank)) for rank in range(layout.pipeline)]
+    keys = [(*costs(rank), *(number - 1 in stages for number in stages)) for rank, stages in ranks]
+    return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
 
 
 def _trained(*modules: nn.Module) -> bool:

@@ -13,7 +13,7 @@ InTwo = bool | Literal["followed"]
 
 class Piece:
     """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words;
-    ``silent``: it sends nothing, and need not be traced to know that.
+    ``silent``: it only keeps something, the same in every mode, and sends nothing.
 
     See ``Trace`` for the bytes.
     """
@@ -26,6 +26,8 @@ class Piece:
 
     def under(self, mode: Checkpointing, *, in_two: InTwo = False) -> Trace:
         """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
+        if self._silent:
+            mode, in_two = "none", False
         key = "full" if mode == "every" else mode, in_two
         if key not in self._known:
             self._known[key] = self._take(*key)

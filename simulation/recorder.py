@@ -128,7 +128,12 @@ class Recorder(LiveBytes):
     ) -> Any:
         if (without := _WITHOUT_NUMBERS.get(func)) is not None:
             return without(args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if (facts := facts_of(func)).gives != "view":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        out = self._call(func, args, kwargs or {})
+        self.at += 1
+        self._ran(facts.name)  # half of all operators, which make nothing
+        return out
 
     def _counted(self, value: object) -> list[Tensor]:
         return tensors_in(value)
@@ -164,6 +169,9 @@ class Recorder(LiveBytes):
                 else:
                     step.fused = None
                 self._chain.add(facts.read(read, made), made)
+        self._ran(step)
+
+    def _ran(self, step: Step) -> None:
         self.steps.append(step)
         self.after.append(self.now)
 

@@ -12,12 +12,13 @@ from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import StageCut, cut_stages
 from ..device_memory import reserved_bytes
-from ..memory import MemoryPlan, memory_of
+from ..memory import MemoryPlan, memory_of_walk
 from ..planned_model import Asked, planned_model
 from ..rank_parameters import RankParameters
+from ..rank_walk import RankWalk
 from ..remembered import remembered
 from ..sampled_model import PlannedModel
-from ..stage_costs import StageCost
+from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
 from ..time.data_ranks import Exchange
@@ -86,9 +87,15 @@ class Evaluator:
     @remembered
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""
+        chunk = self._chunk_of(choice, choice.layout.pipeline > 1)
+        alike = self._alike(_plain(choice.layout), choice.micro_batch, chunk)[pipeline]
+        return memory_of_walk(self._walk(choice, alike), pipeline)
+
+    @remembered
+    def _walk(self, choice: Choice, pipeline: int) -> RankWalk:
         work = self.work(choice, pipeline)
         costs = self._costs(_plain(choice.layout), choice.micro_batch, work.loss_chunk, pipeline)
-        return memory_of(work, self._parameters(choice.layout, pipeline), costs)
+        return RankWalk(work, self._parameters(choice.layout, pipeline), costs)
 
     def answer(self, choice: Choice) -> Answer:
         """Evaluate a choice as a whole."""
@@ -188,6 +195,7 @@ class Evaluator:
             timer=self._stage_timer(_plain(layout, 1), compiled),
             parameters=lambda rank: self._parameters(layout, rank),
             costs=lambda rank: self._costs(plain, choice.micro_batch, work.loss_chunk, rank),
+            alike=lambda: self._alike(plain, choice.micro_batch, work.loss_chunk),
         )
 
     @remembered
@@ -215,6 +223,11 @@ class Evaluator:
         """Return the costs of a rank's stages, in which schedule and checkpointing have no part."""
         work = replace(self.work(Choice(layout, "1f1b", micro_batch), pipeline), loss_chunk=loss_chunk)
         return self._model(layout.block_cut).costs(work, self._split(layout))
+
+    @remembered
+    def _alike(self, layout: Layout, micro_batch: int, loss_chunk: int) -> list[int]:
+        """Return, for each pipeline rank, the first one that is like it."""
+        return alike_ranks(layout, lambda rank: self._costs(layout, micro_batch, loss_chunk, rank))
 
     @remembered
     def _parameters(self, layout: Layout, pipeline: int) -> RankParameters:

@@ -12,6 +12,7 @@ from ...simulation.piece import Piece
 from ...simulation.record import Collective
 from ...simulation.without_numbers import DTYPES
 from ..rank_parameters import Group, RankParameters
+from ..remembered import remembered
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links
@@ -88,7 +89,6 @@ class StageTimer:
         self.kernels, self.links = Kernels(machine, mode, self.dtype), Links(work.layout, machine)
         self._stages: dict[object, StageSeconds] = {}
         self._blocks: dict[object, StageSeconds] = {}
-        self._computed: dict[object, Seconds] = {}
 
     def stage(
         self, stage: StageCost, work: Work, parameters: RankParameters, root: Group | None
@@ -110,9 +110,9 @@ class StageTimer:
             seconds.include(self.block(alike, work), alike.count)
             self._accumulate(seconds, work, parameters.group(alike.number), alike.count)
         for piece in stage.beside:
-            self._module(seconds, piece)
+            seconds.include(self._beside(piece))
         if stage.loss is not None:
-            self._loss(seconds, stage.loss)
+            seconds.include(self._loss(stage.loss))
         for group, count in (*([] if root is None else [(root, 1)]), *in_one_piece(stage, parameters)):
             self._accumulate(seconds, work, group, count)
         return seconds
@@ -151,7 +151,7 @@ class StageTimer:
         block: bool = False,
     ) -> None:
         """Add what a piece computes and sends. ``block``: whether it is a block, which may be compiled."""
-        computed = self._add_computed(stage_seconds, piece, compiled=block)
+        computed = self._compute(stage_seconds, piece, compiled=block)
         scores, scores_back = computed.attention
         beside = computed.weights / 2
         for send, count in Counter(piece.sends()).items():
@@ -165,22 +165,28 @@ class StageTimer:
                 beside, seconds = beside - (seconds - left), left
             stage_seconds.add(send.axis, **{"forward" if forward else "inputs": seconds})
 
-    def _add_computed(self, stage_seconds: StageSeconds, piece: Piece, *, compiled: bool) -> Seconds:
-        """Add the seconds in which a piece computes, and return them; many stages ask for the same one."""
-        key = piece, compiled
-        if key not in self._computed:
-            self._computed[key] = self.kernels.compute(piece.plain, compiled=compiled)
-        of = self._computed[key]
+    def _compute(self, stage_seconds: StageSeconds, piece: Piece, *, compiled: bool) -> Seconds:
+        """Add the seconds in which a piece computes, and return them."""
+        of = self.kernels.compute(piece.plain, compiled=compiled)
         stage_seconds.add("compute", forward=of.forward, inputs=of.inputs, weights=of.weights)
         return of
 
     def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
         return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)
 
-    def _loss(self, stage_seconds: StageSeconds, loss: Piece) -> None:
-        self._add_computed(stage_seconds, loss, compiled=True)
+    @remembered
+    def _beside(self, piece: Piece) -> StageSeconds:
+        seconds = StageSeconds()
+        self._module(seconds, piece)
+        return seconds
+
+    @remembered
+    def _loss(self, loss: Piece) -> StageSeconds:
+        seconds = StageSeconds()
+        self._compute(seconds, loss, compiled=True)
         for send in loss.sends():
-            stage_seconds.add(send.axis, forward=self._send(send))
+            seconds.add(send.axis, forward=self._send(send))
+        return seconds
 
     def _accumulate(self, seconds: StageSeconds, work: Work, group: Group, times: int) -> None:
         """Add the sum of a micro-batch's gradients, made in the dtype of the products, and those before."""

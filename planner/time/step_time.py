@@ -18,14 +18,14 @@ Exposed is what nothing else is computed beside:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
 from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
 from ..rank_parameters import Group, RankParameters
 from ..sampled_model import PlannedModel
-from ..stage_costs import StageCost
+from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work
 from .data_ranks import DataRanks
 from .machines import Machine
@@ -40,8 +40,8 @@ class StepTimer:
     """Time the steps of one model in one layout; ``work`` is that of any of its ranks.
 
     ``split``: blocks of each stage. ``compiled``, ``dtype``: as for ``StageTimer``. A caller that times many
-    steps gives what these share: ``timer``, and ``parameters`` and ``costs``, which return the parameters and
-    costs of a pipeline rank.
+    steps gives what these share: ``timer``, ``alike`` (``alike_ranks``), and ``parameters`` and ``costs``,
+    which return the parameters and costs of a pipeline rank.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class StepTimer:
         parameters: Callable[[int], RankParameters] | None = None,
         costs: Callable[[int], list[StageCost]] | None = None,
         timer: StageTimer | None = None,
+        alike: Callable[[], list[int]] | None = None,
     ) -> None:
         self.model, self.work, self.layout, self.machine = model, work, work.layout, machine
         self.timer = timer or StageTimer(work, machine, compiled=compiled, dtype=dtype)
@@ -63,12 +64,11 @@ class StepTimer:
         of = work.of_pipeline
         self.parameters = parameters or cache(lambda rank: model.parameters(of(rank).state, split))
         self.costs = costs or cache(lambda rank: model.costs(of(rank), split))
+        self._find_alike = alike or partial(alike_ranks, self.layout, self.costs)
 
     @cached_property
     def _alike(self) -> list[int]:
-        """Return, for each pipeline rank, the first one whose stages are its stages."""
-        first: dict[tuple[StageCost, ...], int] = {}
-        return [first.setdefault(tuple(self.costs(rank)), rank) for rank in range(self.layout.pipeline)]
+        return self._find_alike()
 
     @cached_property
     def _of_rank(self) -> dict[int, list[StageSeconds]]:
