@@ -230,7 +230,7 @@ test_plans_that_cannot_be_are_refused = refusals(
     ),
     plan(
         "model-that-fits-on-more-with-offload-and-without",
-        r"What would fit: --gpus 2 with memory.offload \(12.0 GB\); or --gpus 16 \(12.2 GB\); or --gpu-type",
+        r"What would fit: --gpus 2 with memory.offload \(12.3 GB\); or --gpus 16 \(12.2 GB\); or --gpu-type",
         *("--gpu-type", "rtx-4090", "--sequence-length", "1024", "--global-batch", "4", "--headroom", "0.4"),
         gpus="1",
         model="llama-3.1-8b",

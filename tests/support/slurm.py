@@ -132,7 +132,12 @@ class Slurm:
         return now
 
     def start_soon(self, job: str) -> None:
-        """Let a requeued job start without the seconds that Slurm waits for the job's earlier credentials."""
+        """Let a requeued job start without most of the seconds that Slurm waits for its earlier credentials.
+
+        A node refuses those of the second in which it cleaned up after the job's first start.
+        """
+        self.wait_until_idle()
+        time.sleep(2)
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def wait_until_idle(self, seconds: float = 60) -> None:
