@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, tensors_in
+from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, map_tensors, tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
 from .operators import facts_of
@@ -96,7 +96,7 @@ class SimulatedDevice(UncompiledMode):
             on_host = tensor.device.type == "cpu" and tensor.ndim > 0
             return self._on_device(torch.empty_like, tensor, device=NAME) if on_host else tensor
 
-        return _mapped(place, value)
+        return map_tensors(value, place)
 
     def _upload(self, non_blocking: bool) -> None:
         if not non_blocking:
@@ -154,15 +154,6 @@ class _Call:
             raise Mixed(f"{self.name} of {shapes}, in {waiting_place()[0]}")
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return nested lists, tuples and dicts with their tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(change, inner) for key, inner in value.items()}
-    return type(value)(_mapped(change, inner) for inner in value) if type(value) in (list, tuple) else value
-
-
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return (torch.empty if shape.numel() >= LARGE else torch.zeros)(shape, dtype=dtype)
 
@@ -178,7 +169,7 @@ def _on_host(func: Any, call: _Call) -> Any:
         if all(tensor.numel() < LARGE for tensor in tensors_in(changed)):
             return func(*call.args, **call.kwargs)
         return changed if func._schema.returns else None
-    args, kwargs = _mapped(lambda tensor: tensor.to("meta"), (call.args, call.kwargs))
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.to("meta"))
     shapes = tensors_in(func(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {})))
     if all(made.numel() < LARGE for made in shapes):
         return func(*call.args, **call.kwargs)

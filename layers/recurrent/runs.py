@@ -119,6 +119,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _Recomputed(torch.autograd.Function):
+    # With torch's own checkpoint the trace of a block is not affine in the number of ranks; plans need it so.
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function = function
