@@ -171,6 +171,7 @@ def test_what_needs_no_model_does_not_import_torch(words):
     assert "trilith.cli.app" in imported
     heavy = {"torch", "transformers", "numpy", "matplotlib", "pydantic", "rich.progress"}
     assert not imported & heavy
+    assert len(imported) < 600, "350 answer at once; torch alone has 1,000"
 
 
 def test_a_command_searches_less_for_garbage_while_it_imports():
@@ -179,20 +180,6 @@ def test_a_command_searches_less_for_garbage_while_it_imports():
     words = [sys.executable, "-P", "-c", code, "--version"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("\nTrue\n"), done
-
-
-def test_help_answers_at_once():
-    """The best of five, in processor time, since the machine may be busy."""
-    command = [sys.executable, "-P", "-m", "trilith.cli", "--help"]
-    best = min(_processor_seconds(command) for _ in range(5))
-    assert best < 0.25, f"{best:.2f} s"
-
-
-def _processor_seconds(command):
-    before = os.times()
-    subprocess.run(command, capture_output=True, timeout=60, check=True)
-    after = os.times()
-    return after.children_user - before.children_user + after.children_system - before.children_system
 
 
 def test_the_console_script_is_installed_and_ends_with_the_code():
@@ -237,14 +224,11 @@ def test_every_example_is_a_command_line_that_the_command_accepts(name):
 #: The commands that take no path as an argument.
 PATHLESS = {"quickstart", "bench", "models", "schedule", "new"}
 REFUSED = """
-import json, sys, time
-before = time.process_time()
+import json, sys
 from trilith.cli.app import run
-started = time.process_time() - before
 for words in json.loads(sys.argv[1]):
-    before = time.process_time()
     code = run(words)
-    print(json.dumps([words[0], code, started + time.process_time() - before, "torch" in sys.modules]))
+    print(json.dumps([words[0], code, len(sys.modules), "torch" in sys.modules]))
 """
 
 
@@ -255,8 +239,7 @@ def first_path(command):
     return words_of(command, {**values_of(command, Path("no"), Path("no/where")), name: ["nothere"]})
 
 
-def test_a_first_path_that_is_not_there_is_refused_within_half_a_second_by_every_command(tmp_path):
-    """In processor time, since the machine may be busy."""
+def test_a_first_path_that_is_not_there_is_refused_before_anything_large_is_imported(tmp_path):
     pathless = {name for name in NAMES if not any("{}" in str(each) for each in VALID[name].values())}
     assert pathless == PATHLESS - {"new"}, "new has options alone"
     lines = [first_path(name) for name in NAMES if name not in PATHLESS]
@@ -265,8 +248,8 @@ def test_a_first_path_that_is_not_there_is_refused_within_half_a_second_by_every
     words = [sys.executable, "-P", "-c", REFUSED, json.dumps(lines)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     for line, refusal in zip(done.stdout.splitlines(), done.stderr.splitlines(), strict=True):
-        command, code, seconds, torch_is_imported = json.loads(line)
-        assert code == 2 and not torch_is_imported and seconds < 0.5, line
+        command, code, modules, torch_is_imported = json.loads(line)
+        assert code == 2 and not torch_is_imported and modules < 600, line
         start = ("error: nothere: expected ", "error: runs/nothere: expected ")
         assert refusal.startswith(start) and "found no such f" in refusal, command
 
