@@ -20,7 +20,7 @@ from ..layers import (
 )
 from ..models import AdaptedFamily
 from ..parallel_state import ParallelState, dtype_named, seed_of
-from ..parallel_state.engine import accelerator
+from ..parallel_state.engine import accelerator, to_empty
 from ..recipes.checks import without_effect
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
@@ -76,7 +76,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     resting = resting_device(state, offload=recipe.memory.offload)
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=resting)
+        to_empty(model, resting)
     wanted = recipe.optimizer
     optimizer = make_adamw(
         model,

@@ -62,6 +62,7 @@ from .local_tensors import (
     local_data,
     map_tensors,
     tensors_in,
+    to_empty,
 )
 from .measuring import Waited, dump_on_timeout, group_ranks, recorded_collectives, waiting_time
 from .supported_torch import require_supported

@@ -57,6 +57,20 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
     return DTensor.from_local(here, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
+def to_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model memory on ``device``, without numbers, as torch's ``model.to_empty`` does; that one would
+    plan for milliseconds how to cut each new shape of a DTensor.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        if not is_dtensor(tensor):
+            return torch.empty_like(tensor, device=device)
+        here = torch.empty_like(tensor._local_tensor, device=device)
+        return type(tensor)(here, tensor._spec, requires_grad=tensor.requires_grad)
+
+    model._apply(empty)
+
+
 def tensors_in(nest: object) -> list[Tensor]:
     """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator."""
     if isinstance(nest, Tensor):

@@ -14,6 +14,7 @@ from trilith.data.batch import Batch
 from trilith.layers import Scaling, compile_blocks, use_float8
 from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
+from trilith.parallel_state.engine import to_empty
 from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
@@ -110,7 +111,7 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
         compile_blocks(model.numbered_blocks().values(), backend=case.compiled)
     spare_memory(model, case.memory, case.memory.stated_chunk, model.state)
     shard_over_data(model, state, precision, offload=case.memory.offload)
-    model.to_empty(device=resting_device(state, offload=case.memory.offload))
+    to_empty(model, resting_device(state, offload=case.memory.offload))
     loss = TokenLoss(
         model,
         label_smoothing=case.label_smoothing,
