@@ -96,18 +96,18 @@ def part(trains, layout, mode="none", *, model="llama", blocks=4, rounds=2, asks
 
 QUICK = [
     # Attention over context ranks, and experts, before which no backward runs.
-    part("lora", "cp2", "full"),
+    part("lora", "cp2", "full", asks=SLOW),
     part("lora", "cp2-ring", "selective"),
-    part("lora of feed-forward", "cp2-ring", "full"),
+    part("lora of feed-forward", "cp2-ring", "full", asks=SLOW),
     part("lora of last blocks", "cp2", "full", model="qwen3_next"),
     part("lora of experts", "cp2", "full", model="mixtral"),
-    part("lora of experts", "tp2-sp", "selective", model="mixtral"),
-    part("the output layer", "tp2", "full", chunk=5),
+    part("lora of experts", "tp2-sp", "selective", model="mixtral", asks=SLOW),
+    part("the output layer", "tp2", "full", chunk=5, asks=SLOW),
     # The bias is added after the sum over the tensor ranks.
-    part("the bias of one product", "tp2", "full"),
+    part("the bias of one product", "tp2", "full", asks=SLOW),
     part("the bias of one product", "tp2-sp"),
     part("frozen", "dp2-zero3", chunk=5, rounds=3),
-    part("all but the first blocks", "dp2-zero1"),
+    part("all but the first blocks", "dp2-zero1", asks=SLOW),
     part("lora of attention", "dp2", asks=SLOW),
     part("the output layer", "pp2-dp2-zero3", rounds=5),
     part("frozen", "pp2-dp2-zero3", chunk=5, rounds=3),
@@ -116,7 +116,7 @@ QUICK = [
     # Its last stage also looks tokens up.
     *(part("all but the embedding", "tp2-sp", mode, model="mtp") for mode in MODES[1:]),
     part("all but the embedding", "tp2-sp", model="mtp", asks=SLOW),
-    part("the output layer", "tp2-sp", "full", model="mtp"),
+    part("the output layer", "tp2-sp", "full", model="mtp", asks=SLOW),
 ]
 #: Every part in every mode and layout, of which the array has some of each; other families; schedules.
 WHERE = [(cut, {}) for cut in ("tp2", "tp2-sp", "cp2", "cp2-ring", "dp2-zero3", "dp2-zero2", "pp2")]

@@ -1,6 +1,7 @@
 """A predicted step: its parts add up, and follow the formulas where these hold."""
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -308,9 +309,17 @@ def test_context_ranks_compute_attention_again_under_selective_checkpointing():
     assert two.parts["recompute"] > alone.parts["recompute"]  # with half of the tokens
 
 
-def test_every_family_has_a_step_that_takes_longer_with_more_tokens():
-    for name, model in MODELS.items():
-        one, two = (predicted(model, Layout(), sequence_length=64, micro_batches=n).seconds for n in (1, 2))
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(random.Random(0).sample([*MODELS], 8), id="drawn"),
+        pytest.param([*MODELS], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_family_has_a_step_that_takes_longer_with_more_tokens(names):
+    for name in names:
+        sizes = {"sequence_length": 64}
+        one, two = (predicted(MODELS[name], Layout(), micro_batches=n, **sizes).seconds for n in (1, 2))
         assert 0 < one < two < 2 * one, name
 
 
