@@ -302,7 +302,14 @@ def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(tmp_p
         train(raw)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmoe", "ernie4_5_moe", "glm", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma3",
+        "ernie4_5_moe",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "glm", "olmo_hybrid")),
+    ],
+)
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
     made = family(kind)
     config = made.from_hf(tiny(kind))
