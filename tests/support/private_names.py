@@ -54,7 +54,9 @@ PRIVATE = (
 
 #: The same for parameters that are cut or sharded.
 FULLY_SHARDED = (
+    ("torch.nn.Module", "_apply"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
+    ("torch.distributed.tensor.DTensor", "_spec"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
     (f"{_FSDP}_state.FSDPState", "_state_ctx"),
