@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .accelerator import is_host
 
@@ -34,6 +36,18 @@ def local_data(x: Tensor) -> Tensor:
     return here.detach() if here.requires_grad else here
 
 
+class _LikeParts(TorchFunctionMode):
+    """Make what is like a DTensor from its part: for each new shape torch would plan for milliseconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in (torch.empty_like, torch.zeros_like) or not is_dtensor(whole := args[0]):
+            return func(*args, **(kwargs or {}))
+        part = func(whole._local_tensor, **(kwargs or {}))
+        return type(whole)(part, whole._spec, requires_grad=False)
+
+
 class AdamW(torch.optim.AdamW):
     """Run torch's AdamW on what this rank stores of each tensor: the update is element by element.
 
@@ -41,7 +55,8 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
-        is_complex = bool(super()._init_group(group, *gathered))
+        with _LikeParts() if any(p not in self.state for p in group["params"]) else nullcontext():
+            is_complex = bool(super()._init_group(group, *gathered))
         for tensors in gathered:
             tensors[:] = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
         return is_complex
@@ -58,17 +73,9 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model memory on ``device``, without numbers, as torch's ``model.to_empty`` does; that one would
-    plan for milliseconds how to cut each new shape of a DTensor.
-    """
-
-    def empty(tensor: Tensor) -> Tensor:
-        if not is_dtensor(tensor):
-            return torch.empty_like(tensor, device=device)
-        here = torch.empty_like(tensor._local_tensor, device=device)
-        return type(tensor)(here, tensor._spec, requires_grad=tensor.requires_grad)
-
-    model._apply(empty)
+    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower."""
+    with _LikeParts():
+        model.to_empty(device=device)
 
 
 def tensors_in(nest: object) -> list[Tensor]:

@@ -54,7 +54,6 @@ PRIVATE = (
 
 #: The same for parameters that are cut or sharded.
 FULLY_SHARDED = (
-    ("torch.nn.Module", "_apply"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.distributed.tensor.DTensor", "_spec"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
