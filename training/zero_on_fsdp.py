@@ -82,16 +82,17 @@ def shard_over_data(
         "shard_placement_fn": cut, "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting
     }  # fmt: skip
     of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
-    for stack in stacks:
-        fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
-        keep_aside(stack)
-    for block in find_blocks(model) if blocks is None else blocks:
-        if block not in stacks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
-    # Backward begins with what forward ended with, the output layer; a loss may also use its weight itself.
-    # Between the two, a pipeline's stage runs forwards of other micro-batches.
-    stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
+    with engine.OfParts():
+        for stack in stacks:
+            fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
+            keep_aside(stack)
+        for block in find_blocks(model) if blocks is None else blocks:
+            if block not in stacks:
+                fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
+        # Backward begins with what forward ended with, the output layer; a loss may use its weight, too.
+        # Between the two, a pipeline's stage runs forwards of other micro-batches.
+        stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model

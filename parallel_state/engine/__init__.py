@@ -54,6 +54,7 @@ from .gloo_all_gather import gather_safely
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import (
     AdamW,
+    OfParts,
     foreach_copy_,
     foreach_mul_,
     foreach_norm,

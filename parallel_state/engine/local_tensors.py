@@ -36,13 +36,15 @@ def local_data(x: Tensor) -> Tensor:
     return here.detach() if here.requires_grad else here
 
 
-class _LikeParts(TorchFunctionMode):
+class OfParts(TorchFunctionMode):
     """Make what is like a DTensor from its part: for each new shape torch would plan for milliseconds."""
+
+    _MADE = (torch.empty_like, torch.zeros_like, Tensor.detach)  # parameters are made by the last one
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in (torch.empty_like, torch.zeros_like) or not is_dtensor(whole := args[0]):
+        if func not in self._MADE or not is_dtensor(whole := args[0]):
             return func(*args, **(kwargs or {}))
         part = func(whole._local_tensor, **(kwargs or {}))
         return type(whole)(part, whole._spec, requires_grad=False)
@@ -55,7 +57,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
-        with _LikeParts() if any(p not in self.state for p in group["params"]) else nullcontext():
+        with OfParts() if any(p not in self.state for p in group["params"]) else nullcontext():
             is_complex = bool(super()._init_group(group, *gathered))
         for tensors in gathered:
             tensors[:] = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
@@ -74,7 +76,7 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
     """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower."""
-    with _LikeParts():
+    with OfParts():
         model.to_empty(device=device)
 
 
