@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
 _NESTS = (list, tuple, dict)
+#: What makes memory, and a parameter of what is there.
+_MADE_OF_PARTS = (torch.empty_like, torch.zeros_like, Tensor.detach)
 
 
 def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
@@ -39,12 +41,10 @@ def local_data(x: Tensor) -> Tensor:
 class OfParts(TorchFunctionMode):
     """Make what is like a DTensor from its part: for each new shape torch would plan for milliseconds."""
 
-    _MADE = (torch.empty_like, torch.zeros_like, Tensor.detach)  # parameters are made by the last one
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in self._MADE or not is_dtensor(whole := args[0]):
+        if func not in _MADE_OF_PARTS or not is_dtensor(whole := args[0]):
             return func(*args, **(kwargs or {}))
         part = func(whole._local_tensor, **(kwargs or {}))
         return type(whole)(part, whole._spec, requires_grad=False)
