@@ -272,20 +272,23 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(pla
     original = written(tmp_path / "run", 2)
     mirror = Mirror(RemoteFolder(place), keep=1)
     mirror.copy(original)
+    outcomes = set()
     for at in count(1):
         root = tmp_path / f"new-{at}"
         with killed_at(at) as operations:
             mirror.restore(root)
         if len(operations) < at:
             break
-        for path in complete_checkpoints(root) if root.is_dir() else []:  # as a start looks for them
-            assert same_files(path, original), (at, operations)
-        if not (root / original.name).exists():
+        complete = complete_checkpoints(root) if root.is_dir() else []  # as a start looks for them
+        assert bool(complete) == (root / original.name).exists(), (at, operations)
+        outcomes.add(bool(complete))
+        if not complete:
             mirror.restore(root)
         assert same_files(root / original.name, original)
         clear_unfinished(root)  # as each start does
         assert [path.name for path in root.iterdir()] == [original.name], (at, operations)
-    assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
+    assert at > 10 and outcomes == {False, True}
+    assert {*operations} == {"create", "write", "sync", "rename", "make_directory", "sync_directory"}
 
 
 @pytest.mark.usefixtures("group_of_one")
