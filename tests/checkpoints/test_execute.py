@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import threading
+import zlib
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
 from trilith.storage.catalog import in_one_file as in_file
+from trilith.storage.crc import Checksum
 from trilith.storage.dtypes import TORCH, look_at, name_of
 from trilith.storage.small_files import FinishedWork
 
@@ -77,16 +79,20 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
 
 
 def executed(folder, plan, **options):
-    """Carry out a plan, each of its tensors in a file of its own; return these, and the report."""
+    """Carry out a plan, each of its tensors in a file of its own; return these, and the report.
+
+    Sums that were taken as the numbers were read are those of the files that were made of them.
+    """
     paths = [folder / f"made-{number}" for number in range(len(plan))]
     for path in paths:
         path.unlink(missing_ok=True)
     spec = [{transfer.name: (transfer.dtype, transfer.box.shape)} for transfer in plan]
     writers = [TensorWriter(path, names) for path, names in zip(paths, spec, strict=True)]
+    seen = {piece.stored.file: Checksum() for transfer in plan for piece in transfer.pieces}
     try:
-        report = execute(zip(plan, writers, strict=True), **options)
-        for writer in writers:
-            writer.close()
+        report = execute(zip(plan, writers, strict=True), seen=seen, **options)
+        for path, writer in zip(paths, writers, strict=True):
+            assert writer.close().crc == zlib.crc32(path.read_bytes())
     finally:
         for writer in writers:
             writer.abandon()
@@ -227,6 +233,8 @@ def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     def change(name):
         return lambda numbers, part: tiny[part.slices]
 
+    (out,), _ = executed(tmp_path, [transfer("F32")], change=change)
+    assert torch.equal(out, tiny)
     _, report = executed(tmp_path, [transfer("F16")], change=change)
     assert report.underflows == {"w": 6} and not report.vanished
     tiny *= 1e-9
