@@ -245,15 +245,18 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_pa
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
-def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path):
+@pytest.mark.parametrize(("left", "says"), [(None, "no such file"), (b"short", "5 bytes")])
+def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path, left, says):
     mirror = mirrored(place, tmp_path / "run", 1, 2)
     original = tmp_path / "run" / "step-00000002"
     file = next(original.glob("*.safetensors"))
     mirror.folder.remove(f"{original.name}/{file.name}")
+    if left is not None:
+        mirror.folder.write(f"{original.name}/{file.name}", left)
     path, (line,) = mirror.restore(tmp_path / "new")
     assert path == tmp_path / "new" / "step-00000001"
     assert line.startswith(f"passed over: {place}/{original.name}/{file.name}: expected ")
-    assert "no such file" in line and line.endswith("; using step-00000001")
+    assert f"found {says}" in line and line.endswith("; using step-00000001")
     assert mirror.copy(original) == f"{place}/{original.name}"
     assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
 
