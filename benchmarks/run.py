@@ -35,6 +35,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.only is not None and (options.names != ["training"] or options.results == HERE / "results"):
         parser.error("--only is for training alone, and needs --results: the whole table stays as it is")
+    if not Path(options.folder).is_dir():
+        parser.error(f"--folder: expected a folder, found {options.folder}")
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     sys.path.insert(0, str(HERE))
     from measure import check_load, machine, write_results

@@ -17,7 +17,7 @@ from trilith.storage.remote_folder import RemoteFolder
 from trilith.storage.staging import Staging
 
 sys.path.append(str(Path(__file__).parent / "foreign"))  # pytest imports each test file alone
-OPERATIONS = ("create", "write", "sync", "rename", "make_directory")
+OPERATIONS = ("create", "write", "sync", "rename", "make_directory", "sync_directory")
 
 
 class Killed(BaseException):

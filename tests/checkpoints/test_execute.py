@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import threading
+import zlib
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
 from trilith.storage.catalog import in_one_file as in_file
+from trilith.storage.crc import Checksum
 from trilith.storage.dtypes import TORCH, look_at, name_of
 from trilith.storage.small_files import FinishedWork
 
@@ -77,16 +79,20 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
 
 
 def executed(folder, plan, **options):
-    """Carry out a plan, each of its tensors in a file of its own; return these, and the report."""
+    """Carry out a plan, each of its tensors in a file of its own; return these, and the report.
+
+    Sums that were taken as the numbers were read are those of the files that were made of them.
+    """
     paths = [folder / f"made-{number}" for number in range(len(plan))]
     for path in paths:
         path.unlink(missing_ok=True)
     spec = [{transfer.name: (transfer.dtype, transfer.box.shape)} for transfer in plan]
     writers = [TensorWriter(path, names) for path, names in zip(paths, spec, strict=True)]
+    seen = {piece.stored.file: Checksum() for transfer in plan for piece in transfer.pieces}
     try:
-        report = execute(zip(plan, writers, strict=True), **options)
-        for writer in writers:
-            writer.close()
+        report = execute(zip(plan, writers, strict=True), seen=seen, **options)
+        for path, writer in zip(paths, writers, strict=True):
+            assert writer.close().crc == zlib.crc32(path.read_bytes())
     finally:
         for writer in writers:
             writer.abandon()
@@ -227,6 +233,8 @@ def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     def change(name):
         return lambda numbers, part: tiny[part.slices]
 
+    (out,), _ = executed(tmp_path, [transfer("F32")], change=change)
+    assert torch.equal(out, tiny)
     _, report = executed(tmp_path, [transfer("F16")], change=change)
     assert report.underflows == {"w": 6} and not report.vanished
     tiny *= 1e-9
@@ -245,27 +253,28 @@ def test_C11_tensors_of_zeros_are_named(tmp_path, monkeypatch):
     assert report.zeros == {"zero"}
 
 
-def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path):
-    """The half of the tensor that was made before the kill has numbers that are not zero."""
-    whole = torch.cat((torch.ones(20), torch.zeros(20)))
+@pytest.mark.parametrize(("rest", "underflows"), [(0.0, {}), (1e-30, {"w": 20})])
+def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path, rest, underflows):
+    """The half of the tensor that was made before the kill has numbers that are not zero, cast or not."""
+    whole = torch.cat((torch.ones(20), torch.full((20,), rest)))
     save_file({"w": whole}, tmp_path / "f")
     halves = [Box((0,), (20,)), Box((20,), (40,))]
     file = TensorFile.open(tmp_path / "f")
     cut_in_two = [Piece.plain(box, Key(file, "w"), box.start) for box in halves]
 
     def make(again):
-        writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
-        plan = [Transfer("w", piece.box, (piece,), "F32") for piece in cut_in_two]
+        writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F16", (20,))}, again=again) for i in range(2)]
+        plan = [Transfer("w", piece.box, (piece,), "F16") for piece in cut_in_two]
         transfers = zip(plan, writers, strict=True)
         finished = FinishedWork(tmp_path / "journal", lambda: None, sync_interval=1)
         report = execute(transfers, threads=1, finished=finished)
         for writer in writers:
             writer.close()
-        return report
+        assert (report.zeros, report.vanished, report.underflows) == (set(), set(), underflows)
 
-    assert make(again=False).zeros == set()
+    make(again=False)
     assert [*FinishedWork(tmp_path / "journal", lambda: None).done] == [0]
-    assert make(again=True).zeros == set()
+    make(again=True)
 
 
 def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path):

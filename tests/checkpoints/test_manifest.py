@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from support.damage import flip_bit, truncate
 from support.inputs import change_manifest
 from support.refusals import Refused, refusals
-from trilith.checkpoints import Manifest, newest_checkpoint, step_directory, verify
+from trilith.checkpoints import Manifest, complete_checkpoints, newest_checkpoint, step_directory, verify
+from trilith.checkpoints.find import step_of
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadCheckpoint, Box, Layout
 from trilith.storage import TensorWriter
@@ -271,4 +272,6 @@ def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
     for step in (9, 10, 100):
         write_checkpoint(step_directory(tmp_path, step))
         os.utime(step_directory(tmp_path, step), (1e9 - step, 1e9 - step))
+    step_directory(tmp_path, 9).rename(tmp_path / "step-9")  # nor however the number is written
     assert newest_checkpoint(tmp_path).directory.name == "step-00000100"
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [9, 10, 100]

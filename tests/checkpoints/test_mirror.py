@@ -245,15 +245,18 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_pa
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
-def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path):
+@pytest.mark.parametrize(("left", "says"), [(None, "no such file"), (b"short", "5 bytes")])
+def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path, left, says):
     mirror = mirrored(place, tmp_path / "run", 1, 2)
     original = tmp_path / "run" / "step-00000002"
     file = next(original.glob("*.safetensors"))
     mirror.folder.remove(f"{original.name}/{file.name}")
+    if left is not None:
+        mirror.folder.write(f"{original.name}/{file.name}", left)
     path, (line,) = mirror.restore(tmp_path / "new")
     assert path == tmp_path / "new" / "step-00000001"
     assert line.startswith(f"passed over: {place}/{original.name}/{file.name}: expected ")
-    assert "no such file" in line and line.endswith("; using step-00000001")
+    assert f"found {says}" in line and line.endswith("; using step-00000001")
     assert mirror.copy(original) == f"{place}/{original.name}"
     assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
 
@@ -272,20 +275,23 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(pla
     original = written(tmp_path / "run", 2)
     mirror = Mirror(RemoteFolder(place), keep=1)
     mirror.copy(original)
+    outcomes = set()
     for at in count(1):
         root = tmp_path / f"new-{at}"
         with killed_at(at) as operations:
             mirror.restore(root)
         if len(operations) < at:
             break
-        for path in complete_checkpoints(root) if root.is_dir() else []:  # as a start looks for them
-            assert same_files(path, original), (at, operations)
-        if not (root / original.name).exists():
+        complete = complete_checkpoints(root) if root.is_dir() else []  # as a start looks for them
+        assert bool(complete) == (root / original.name).exists(), (at, operations)
+        outcomes.add(bool(complete))
+        if not complete:
             mirror.restore(root)
         assert same_files(root / original.name, original)
         clear_unfinished(root)  # as each start does
         assert [path.name for path in root.iterdir()] == [original.name], (at, operations)
-    assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
+    assert at > 10 and outcomes == {False, True}
+    assert {*operations} == {"create", "write", "sync", "rename", "make_directory", "sync_directory"}
 
 
 @pytest.mark.usefixtures("group_of_one")

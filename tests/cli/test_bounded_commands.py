@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -140,10 +141,9 @@ def test_no_worker_and_too_many_workers_are_refused(workers):
     over=st.integers(1, 2**30),
 )
 def test_a_timetable_beyond_the_limit_is_not_computed(name, stages, virtual, over):
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(BadInput):
-        for one in ORDERS:
-            patch.setitem(ORDERS, one, no_process)
-        timetable(name, layout_of(name, stages, virtual), MOST_FORWARDS // stages + over)
+    layout = layout_of(name, stages, virtual)
+    with mock.patch.dict(ORDERS, dict.fromkeys(ORDERS, no_process)), pytest.raises(BadInput):
+        timetable(name, layout, MOST_FORWARDS // stages + over)
 
 
 @given(

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_a_killed_writer_leaves_no_token_file_and_blocks_no_later_one(tmp_path, 
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, monkeypatch, failing):
+def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, failing):
     done = []
 
     def rename(self, old, new):
@@ -164,8 +165,8 @@ def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, monkeypatch, failin
         done.append(new)
         os.rename(old, new)
 
-    with monkeypatch.context() as patch, pytest.raises(DiskFailed, match="cannot be written"):
-        patch.setattr(Disk, "rename", rename)
+    refusal = pytest.raises(DiskFailed, match="cannot be written")
+    with mock.patch.object(Disk, "rename", rename), refusal:
         write(tmp_path / "data")
     assert len(done) == failing and files(tmp_path) == []
     write(tmp_path / "data")

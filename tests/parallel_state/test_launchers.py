@@ -55,14 +55,18 @@ def test_a_whole_set_is_read_and_an_empty_one_is_none():
     assert read(**without(GOOD, "LOCAL_RANK")) == Launched(1, 4, 0, "localhost", 29500)
 
 
-@given(st.sampled_from(NUMBERS), st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12))
+texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12)
+numbers = st.integers(-1, 5) | st.integers(-1, 70_000)
+
+
+@given(st.sampled_from(NUMBERS), numbers.map(str) | texts)
 def test_any_text_is_a_number_in_its_bounds_or_refused(name, text):
     try:
         found = read(**(GOOD | {name: text}))
     except BadInput as error:
         assert error.key == name or (name == "WORLD_SIZE" and error.key in ("RANK", "LOCAL_RANK"))
         return
-    assert found is not None and text.isdecimal()
+    assert found is not None and text.isascii() and text.isdecimal()
     assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.world and 0 < found.port < 65536
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -277,9 +278,16 @@ def observed(model: nn.Module, step: Step, state: ParallelState, steps: int = 2)
     return observe(lambda: (model, step), [mine] * steps, state, lr=1e-2, clip=clip)
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Drop the warnings of transformers' own code."""
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+@without_warnings()
 def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Observation]:
     """Train in each of these layouts of as many ranks; an error names its axis, and ends all of the ranks."""
-    warnings.simplefilter("ignore")
     seen: dict[str, Observation] = {}
     for axis, layout in layouts.items():
         state = ParallelState.start(layout)
@@ -458,9 +466,9 @@ def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     return theirs
 
 
+@without_warnings()
 def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, Layout] = LAYOUTS) -> Row:
     """Return what is proved of a type."""
-    warnings.simplefilter("ignore")
     try:
         raw = raw or tiny(kind)
         with InFp64():

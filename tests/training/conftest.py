@@ -1,6 +1,7 @@
 """A small run as a user starts it, for the tests that kill it."""
 
 import json
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +124,12 @@ class Run:
             assert manifest is not None
             verify(path, manifest)
         return [int(path.name.removeprefix("step-")) for path in found]
+
+
+@pytest.fixture(autouse=True)
+def import_path(monkeypatch):
+    """Take off ``sys.path`` again the folders of the user's own files."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture(scope="session")

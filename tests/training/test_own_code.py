@@ -10,9 +10,8 @@ from trilith.training.own.code import call_own, own_code
 
 
 @pytest.fixture
-def imported(monkeypatch, tmp_path):
-    """Remove what the user's files leave in the process."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def imported(tmp_path):
+    """Remove the modules that the user's files leave in the process."""
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
