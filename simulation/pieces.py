@@ -106,13 +106,11 @@ class ModelPieces:
 
     def tables(self, blocks: Mapping[object, nn.Module], batch: MicroBatch) -> Piece:
         """Return the piece of what blocks of these kinds share: rotations and masks, as far as these keep
-        them.
+        them. It is the same for any number of rows, of which each is one document.
         """
+        batch = replace(batch, rows=1)
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            if batch.rows > _FEW_ROWS:
-                two, three = (self.tables(blocks, replace(batch, rows=rows)).kept for rows in (2, 3))
-                return Trace(kept=two + (batch.rows - 2) * (three - two))
             with shapes_only([*blocks.values()], batch):
                 with Recorder() as shared:
                     inputs = self._inputs(batch, *blocks.values())

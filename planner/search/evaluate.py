@@ -87,9 +87,7 @@ class Evaluator:
     @remembered
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""
-        chunk = self._chunk_of(choice, choice.layout.pipeline > 1)
-        alike = self._alike(_plain(choice.layout), choice.micro_batch, chunk)[pipeline]
-        return memory_of_walk(self._walk(choice, alike), pipeline)
+        return memory_of_walk(self._walk(choice, self._alike(_plain(choice.layout))[pipeline]), pipeline)
 
     @remembered
     def _walk(self, choice: Choice, pipeline: int) -> RankWalk:
@@ -195,7 +193,7 @@ class Evaluator:
             timer=self._stage_timer(_plain(layout, 1), compiled),
             parameters=lambda rank: self._parameters(layout, rank),
             costs=lambda rank: self._costs(plain, choice.micro_batch, work.loss_chunk, rank),
-            alike=lambda: self._alike(plain, choice.micro_batch, work.loss_chunk),
+            alike=lambda: self._alike(plain),
         )
 
     @remembered
@@ -225,9 +223,9 @@ class Evaluator:
         return self._model(layout.block_cut).costs(work, self._split(layout))
 
     @remembered
-    def _alike(self, layout: Layout, micro_batch: int, loss_chunk: int) -> list[int]:
-        """Return, for each pipeline rank, the first one that is like it."""
-        return alike_ranks(layout, lambda rank: self._costs(layout, micro_batch, loss_chunk, rank))
+    def _alike(self, layout: Layout) -> list[int]:
+        """Return, for each pipeline rank, the first one that is like it, which is so in any micro-batch."""
+        return alike_ranks(layout, lambda rank: self._costs(layout, 1, 0, rank))
 
     @remembered
     def _parameters(self, layout: Layout, pipeline: int) -> RankParameters:

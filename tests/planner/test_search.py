@@ -233,7 +233,7 @@ def every_layout(request):
 CASES = [
     ("dense", 0.82, 4),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in
-      [("windows", 0.8, 4), ("experts", 0.82, 4), ("latents", 0.8, 4)]),
+      [("windows", 0.8, 4), ("experts", 0.82, 4), ("latents", 0.82, 4)]),
 ]  # fmt: skip
 
 
