@@ -10,6 +10,7 @@ import typer
 
 from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
+from ..system.read_ahead import read_ahead
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Place, Range, from_options, written
@@ -79,8 +80,9 @@ def convert(
     """
     options = locals()
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
+    if not dry_run:
+        read_ahead(Path(src), workers)
     from ..checkpoints import plan_conversion
-    from .shared.model_card import model_card
     from .shared.options import parse_counts
 
     if to == "dcp":
@@ -97,7 +99,11 @@ def convert(
                 shape, pieces = list(transfer.box.shape), len(transfer.pieces)
                 say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
-    card = model_card(plan.source) if plan.layout is None else None
+    card = None
+    if plan.layout is None:
+        from .shared.model_card import model_card
+
+        card = model_card(plan.source)
     write_weights(plan, dst, f"{src} -> {dst}", card, workers, allow_nonfinite=allow_nonfinite)
     if verify:
         _compare(plan.source, dst, dtype)

@@ -21,7 +21,13 @@ class ModelConfig(BaseModel):
     A null in a file is a value where the field's type has ``None``, and elsewhere as if it were absent.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        defer_build=True,  # of some fifty classes a command needs one
+    )
 
     #: Keys that the family has no choice in, and the values that say what it does anyway. Any other value is
     #: refused. A class that has such a key as a field takes it off the list of those that it inherits from.
