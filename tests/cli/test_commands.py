@@ -76,6 +76,15 @@ def test_inspect_shows_the_layout_and_a_tensor(tmp_path, hf, capsys):
     assert run(["inspect", str(tmp_path / "a"), "--tensor", "nothing"]) == 2
 
 
+def test_a_conversion_has_its_weights_fetched_while_it_imports_and_a_dry_run_has_not(
+    tmp_path, hf, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr("trilith.cli.convert.read_ahead", lambda *words: asked.append(words))
+    assert run(["convert", str(hf), str(tmp_path / "a"), "--dry-run"]) == 0 and not asked
+    assert run(["convert", str(hf), str(tmp_path / "a"), "--workers", "3"]) == 0 and asked == [(hf, 3)]
+
+
 def test_a_dry_run_writes_nothing(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "4", "--dry-run"]) == 0
     assert "layers.2.mlp.down.weight  F32 [32, 12]  from 1 piece" in capsys.readouterr().out
