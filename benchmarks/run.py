@@ -38,6 +38,7 @@ def main() -> None:
     if not Path(options.folder).is_dir():
         parser.error(f"--folder: expected a folder, found {options.folder}")
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what an install has compiled
     sys.path.insert(0, str(HERE))
     from measure import check_load, machine, write_results
 
