@@ -13,7 +13,6 @@ from ...storage import DECIDE_IDS, VOCABULARIES
 from ...storage.safe_open import read_small, stat_regular
 from ...storage.small_files import refuse_pointer
 from ...system import OverLimit, bounded, quiet_libraries
-from ...system.transformers_models import import_models
 
 #: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.
 LARGEST_TEXT = 2**23
@@ -268,7 +267,6 @@ def _repeats_groups(tokenizer: Any) -> bool:
 
 
 def _auto_tokenizer(path: Path) -> Any:
-    import_models()
     from transformers import AutoTokenizer
 
     try:

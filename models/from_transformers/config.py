@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from ...parallel_state import BadInput, from_validation
-from ...system.transformers_models import import_models
 from ..base.config import ModelConfig
 from ..base.keys import INERT, check_file, names
 
@@ -140,7 +139,6 @@ def adopted_types() -> dict[str, str]:
     """Return the types of the installed transformers that make text from tokens, be it with images, and the
     class of each: of a model of several parts that of the whole.
     """
-    import_models()
     from transformers.models.auto import modeling_auto as auto
 
     named = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
