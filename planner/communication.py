@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from ..layers import checkpointed
 from ..simulation.piece import Piece
 from .gathers_and_sums import (
-    gathered_in_vain,
     gathers_ahead,
     gathers_of_block,
     gathers_of_root,
@@ -121,10 +120,7 @@ def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCos
     for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
         sent.sums(end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
-    vain = set() if reached else gathered_in_vain(work)
     for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
-        if place in vain:
-            sent.gathers(parameters.group(max(stage.blocks)), 1, 0)
         sent.gathers_of_blocks(place, stage, blocks, parameters.group)
         for block, number in blocks:
             sent.sums(block, number)

@@ -37,12 +37,9 @@ class RankWalk:
         # Without another rank there is nothing to gather.
         self.zero = 0 if self.gradients.alone else layout.zero
         largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
-        # Before the first block of a stage the root ran, if there is one, which is whole; or, in a pipeline,
-        # a block of an earlier micro-batch, maybe of another stage.
-        ahead = 0.0 if parameters.root.here or not self.cut else largest
         self.here = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, own_input=number - 1 in self.here, largest=largest, ahead=ahead)
+            stage.in_walk(work, own_input=number - 1 in self.here, largest=largest)
             for number, stage in zip(self.here, stages, strict=True)
         ]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()

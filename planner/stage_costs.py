@@ -72,14 +72,14 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
-    def in_walk(self, work: Work, *, own_input: bool, largest: float, ahead: float) -> StageBytes:
+    def in_walk(self, work: Work, *, own_input: bool, largest: float) -> StageBytes:
         """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""
         key = (
             *(work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two),
-            *(own_input, largest, ahead),
+            *(own_input, largest),
         )
         if key not in self._bytes:
-            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest, ahead=ahead)
+            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest)
         return self._bytes[key]
 
     @remembered
@@ -113,14 +113,11 @@ class StageBytes:
     in two leaves to the second one, the gradients of what norms and products make. ``exit``: of ``kept`` what
     the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part.
     ``runs``: the blocks that a backward comes to, in its order. ``largest``: the bytes of the largest block
-    of the rank; ``ahead``: of what a backward of the first block gathers ahead; ``own_input``: whether the
-    stage before is the rank's own.
+    of the rank; ``own_input``: whether the stage before is the rank's own.
     """
 
-    def __init__(
-        self, stage: StageCost, work: Work, *, own_input: bool, largest: float, ahead: float
-    ) -> None:
-        self.stage, self.cut, self.largest, self.ahead = stage, work.layout.pipeline > 1, largest, ahead
+    def __init__(self, stage: StageCost, work: Work, *, own_input: bool, largest: float) -> None:
+        self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
         mode, interval = work.checkpointing, work.checkpoint_every
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
 
@@ -151,14 +148,14 @@ class StageBytes:
         self.in_two += [(piece, 1) for piece in stage.behind if piece not in stage.further.values()]
 
     def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
-        # FSDP gathers ahead the block that ran before.
+        # FSDP gathers ahead the block that ran before, of the same stage (``ForwardOrder``).
         runs, place = list[Run](), len(blocks)
         for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda pair: id(pair[1])):
             pairs = [*alike]
             place -= len(pairs)
             # Of a block with experts apart it gathers these later.
             before = blocks[place - 1][0].plain if place else None
-            ahead = self.ahead if before is None else before.weights - before.experts
+            ahead = 0 if before is None else before.weights - before.experts
             runs.append(Run(len(pairs), *pairs[0], ahead))
         return runs
 
