@@ -95,7 +95,7 @@ class RankWalk:
 
     def note(self, beside: float, *, loss: bool = False) -> None:
         """Note the bytes of an instant: what is held now, and what is ``beside``."""
-        size = self.now + beside + self.left - self.missing - self.dropped
+        size = self.now + beside + self.left + self.last_sum - self.missing - self.dropped
         if loss not in self.peaks or size > self.peaks[loss].bytes:
             gradients = self.missing - self.before
             self.peaks[loss] = Peak(size, self.resident, 0.0, gradients, self.dropped)
@@ -116,6 +116,7 @@ class RankWalk:
         self.summed = instant.summed
         first = len(self.absent) == len(self.stages)
         self.before = self.left = 0.0 if first or self.work.micro_batches == 1 else gradients.buffer
+        self.last_sum = 0.0 if first else gradients.last_sum
         not_yet = map(gradients.of_stage, self.absent), map(gradients.given_back, instant.summed)
         return root + sum(chain(*not_yet))
 
@@ -131,7 +132,7 @@ class RankWalk:
     def _first_forward(self, stage: StageBytes) -> None:
         """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
         if self.zero in (1, 2) and stage.runs:
-            self.dropped = self.left = self.before = 0.0
+            self.dropped = self.left = self.before = self.last_sum = 0.0
             self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
             ahead = self.parameters.largest_block * self.made
             self.note(self._made_in_last(stage) + ahead)
@@ -195,7 +196,7 @@ class RankWalk:
         lasting = gradients.part_of_stage(place, grads) * first
         lasting -= gradients.given_back(place, grads) * last
         experts, again = trace.experts, self.work.checkpointing != "none"
-        rest, to_buffer = grads - experts, self.work.reduce / self.made * (not gradients.in_place)
+        rest, to_buffer = grads - experts, self.work.reduce / self.made * gradients.leaves_buffer
         left, left_of_experts = rest * to_buffer * summing, experts * to_buffer * summing
         summed = gradients.summed(rest / self.made, self.parameters.largest_of_blocks)
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
@@ -274,5 +275,5 @@ class RankWalk:
             self.note(max(backward + waits, joined))
         # FSDP drops a group's weights before it sums its gradients.
         self.dropped += parameters.root.here * made * (self.zero == 3 or (last and self.drops))
-        self.left = 0.0
+        self.left = self.last_sum = 0.0
         self.note(gradients.summed_root())
