@@ -121,12 +121,17 @@ class RankWalk:
         return root + sum(chain(*not_yet))
 
     def _loss(self, place: int) -> None:
-        stage, loss = self.stages[place].stage, self.stages[place].stage.loss
+        at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
         assert loss is not None
         working = max(loss.plain.forward, loss.plain.backward)
-        working += 0 if self.cut and self.stages[place].logits else loss.kept
+        working += 0 if self.cut and at.logits else loss.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
             working = max(part.plain.forward for part in stage.beside)
+        elif self.zero == 3:
+            # FSDP keeps what it received for the root until it has gathered the first block.
+            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.cut
+            gathers = self.parameters.root.here * self.made + 2 * (block.weights - block.experts)
+            self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
 
     def _first_forward(self, stage: StageBytes) -> None:
@@ -227,10 +232,6 @@ class RankWalk:
         zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
         # FSDP keeps what it received for a block until it has gathered the next one.
         self.note(self._made_in_last(stage) + zero3 * 2 * weights)
-        # The next micro-batch's first block, after the root that it gathers anew.
-        if zero3 and self.left and not self.cut:
-            root = self.parameters.root.here * self.made
-            self.note(root + 2 * stage.runs[-1].piece.weights - stage.kept)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
