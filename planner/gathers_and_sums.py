@@ -31,16 +31,6 @@ def gathers_of_block(work: Work, stage: int, *, reached: bool = True) -> int:
     return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
 
 
-def gathers_ahead(work: Work) -> int:
-    """Return how often a step gathers the last block that no backward reaches, beside its forwards, if one
-    comes to what follows.
-
-    The backward of each block gathers the one before with ZeRO 3. Here no backward takes what it gathered,
-    but the next forward does: only the step's last one may be in vain.
-    """
-    return int(work.layout.zero == 3)
-
-
 def gathers_of_root(work: Work, *, reached: bool = True) -> int:
     """Return how often a step gathers the root's weights; with ZeRO 3 the model's first stage does, and the
     last one, if the rank holds them. ``reached``: whether a backward comes to the model's first stage.
