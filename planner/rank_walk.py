@@ -47,7 +47,8 @@ class RankWalk:
         self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
         # In a step's last backward gathered weights go with their block.
-        gathers = self.zero in (1, 2) or (not self.zero and work.compute != work.master)
+        copies = work.offload or work.compute != work.master
+        gathers = self.zero in (1, 2) or (not self.zero and copies)
         self.drops = gathers and not self.cut and not self.gradients.alone
 
     def walk(self, number: int) -> None:
