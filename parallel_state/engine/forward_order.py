@@ -19,20 +19,20 @@ class ForwardOrder:
     """
 
     def __init__(self, root: FSDPModule) -> None:
-        self._shared = cast(Any, root)._get_fsdp_state()._comm_ctx
-        self._groups: list[Any] = []
+        self.shared = cast(Any, root)._get_fsdp_state()._comm_ctx
+        self.groups: list[Any] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note the order of the forward inside, which is the stage's until its next one."""
-        start = len(getattr(self._shared, "post_forward_order", ()))  # torch makes it in the first forward
+        start = len(getattr(self.shared, "post_forward_order", ()))  # torch makes it in the first forward
         yield
-        self._groups = self._shared.post_forward_order[start:]
+        self.groups = self.shared.post_forward_order[start:]
 
     def recall(self) -> None:
         """Let the next backward be of this stage, as if nothing else had run."""
-        self._shared.post_forward_order[:] = self._groups
-        for group in self._groups:
+        self.shared.post_forward_order[:] = self.groups
+        for group in self.groups:
             group._post_forward_indices.clear()
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             group._post_forward_indices.append(index)
