@@ -109,6 +109,7 @@ def test_the_plan_bounds_the_peak_of_a_drawn_step(worker, number):
 
 
 @pytest.mark.slow  # ten minutes
+@pytest.mark.timeout(3600)
 def test_the_plan_bounds_the_peak_of_every_drawn_step(worker):
     found = {number: over_peak(worker, number) for number in NUMBERS}
     assert {number: ratio for number, ratio in found.items() if not -BELOW <= ratio <= ABOVE} == {}
