@@ -39,7 +39,7 @@ class RankWalk:
         largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
         self.here = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, own_input=number - 1 in self.here, largest=largest)
+            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.here, largest=largest)
             for number, stage in zip(self.here, stages, strict=True)
         ]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
@@ -82,7 +82,7 @@ class RankWalk:
             if kind == "F":
                 self._loss(place)
             elif kind == "I":
-                self.note(stage.first_part + 2 * stage.largest * (self.zero == 3))
+                self.note(stage.first_part)
             elif kind == "W" and not stage.stage.first:
                 walk_second_part(self, place, self._exit(place), last=last)
             else:
