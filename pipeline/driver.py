@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from ..parallel_state.engine import (
+    ForwardOrder,
     compute_weight_gradients,
     computed_with,
     end_backward,
@@ -87,6 +88,7 @@ class DrivenStage(PipelineStage):
         self._takes, self._gives = takes, gives
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
         self.replicas_wait = module.own if trains_all else []
+        self._order = ForwardOrder(module.root[0]) if self.gathers_each and module.root else None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives a micro-batch's input, into memory that is made now."""
@@ -110,7 +112,7 @@ class DrivenStage(PipelineStage):
             # Before torch 2.13 torch does so only where it makes the memory.
             for info in self.args_recv_info[fwd_chunk_id]:
                 cast(Tensor, info.buffer).requires_grad_()
-        with self._sparing():
+        with self._sparing(), self._order.noted() if self._order else nullcontext():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **named)
         _free(self.args_recv_info[fwd_chunk_id])
         return output
@@ -119,6 +121,8 @@ class DrivenStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
+        if self._order:
+            self._order.recall()
         with self._sparing(), self._summing(last_backward) if full_backward else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
@@ -154,6 +158,8 @@ class DrivenStage(PipelineStage):
         Of the model's first stage this is the whole backward, which runs FSDP's hooks.
         """
         if self.is_first:
+            if self._order:
+                self._order.recall()
             with self._sparing(), self._summing(last_backward):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             return

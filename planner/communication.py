@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from ..layers import checkpointed
 from ..simulation.piece import Piece
 from .gathers_and_sums import (
-    gathered_in_vain,
-    gathers_ahead,
     gathers_of_block,
     gathers_of_root,
     sums,
@@ -121,10 +119,7 @@ def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCos
     for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
         sent.sums(end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
-    vain = set() if reached else gathered_in_vain(work)
     for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
-        if place in vain:
-            sent.gathers(parameters.group(max(stage.blocks)), 1, 0)
         sent.gathers_of_blocks(place, stage, blocks, parameters.group)
         for block, number in blocks:
             sent.sums(block, number)
@@ -195,8 +190,10 @@ class _Sent:
             counts[group(number)] -= 1
             forward = gathers_of_block(work, place, reached=False)
             # Where experts are gathered by themselves the block that holds them is gathered after them, too.
-            # FSDP gathers the block before the one whose backward runs.
-            ahead = gathers_ahead(work) * (number == stage.before_trained[-1] and stage.has_backward)
+            # The backward of each block gathers the one before it with ZeRO 3. Here no backward takes what it
+            # gathered, but the next forward does: only the step's last one is in vain.
+            last = number == stage.before_trained[-1]
+            ahead = last and stage.has_backward and work.layout.zero == 3
             self.gathers(group(number), forward + ahead, forward)
         for block, number in counts.items():
             gathers = gathers_of_block(work, place)

@@ -31,39 +31,6 @@ def gathers_of_block(work: Work, stage: int, *, reached: bool = True) -> int:
     return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
 
 
-def gathers_ahead(work: Work) -> int:
-    """Return how often a step gathers the last block that no backward reaches, beside its forwards, if one
-    comes to what follows.
-
-    The backward of each block gathers the one before with ZeRO 3. Here no backward takes what it gathered,
-    but the next forward does: only the step's last one may be in vain.
-    """
-    return int(work.layout.zero == 3)
-
-
-def gathered_in_vain(work: Work) -> set[int]:
-    """Return the rank's stages whose last block is gathered once more than it is used, if no backward comes
-    to the model's first stage.
-
-    The root runs after each stage. Its backward gathers what came before the latest forward of the root for
-    which no backward of it has run, as if this were its own: of any stage. Forwards and backwards of that
-    stage take what they find gathered.
-    """
-    layout, left, waiting = work.layout, list[int](), set[int]()
-    if layout.zero < 3 or layout.virtual_stages == 1 or schedule_kind(work.schedule).two_backwards:
-        return set()
-    order = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches)
-    for action in order[work.at.pipeline]:
-        if action.kind == "F":
-            left.append(action.stage)
-        elif action.stage > 0:
-            waiting.add(left.pop())
-        else:
-            continue
-        waiting.discard(action.stage)
-    return waiting
-
-
 def gathers_of_root(work: Work, *, reached: bool = True) -> int:
     """Return how often a step gathers the root's weights; with ZeRO 3 the model's first stage does, and the
     last one, if the rank holds them. ``reached``: whether a backward comes to the model's first stage.

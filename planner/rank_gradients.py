@@ -40,28 +40,31 @@ class RankGradients:
         #: The bytes of a shard for each number of a group: of experts apart, or of others.
         each = 0.0 if work.offload else float(work.master)
         self.shard = {experts: each / layout.data_sizes(experts)[1] for experts in (False, True)}
-        #: Whether a buffer becomes the sum, or another one does, and a third one is between these.
+        #: Whether a buffer becomes the sum, or another one does. Where that is a copy, as of one shard, there
+        #: is a third one between these, and torch lets go of the last gradient with the others.
         self.in_place = shards == 1 and (not layout.zero or copies == 1)
         self.in_three = shards == 1 and not self.in_place
+        #: Whether a buffer stays that is not the gradient: with offload this is on the host.
+        self.leaves_buffer = work.offload or not self.in_place
         self._stages = [
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
         ]
-        self.lasting = self._last(total) + self._kept()
         ends = parameters.ends or (parameters.root,)
+        again = self.each and several and layout.copies_shards
+        #: The root's last sum, which FSDP holds until the next one where replicas add it up. The first one is
+        #: the gradient itself.
+        self.last_sum = again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
+        # With offload the sums of all groups stay on the device until replicas have added them up.
+        waiting = again * work.offload * total.trained_stored * work.reduce
+        # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied
+        # weight at both ends of a V is in two, if the first stage uses another parameter of the root, too.
+        apart = self.each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
+        self._root = sum(map(self._last, ends)) if apart else self._last(parameters.root)
+        self.lasting = self._last(total) - self._last(parameters.root) + self._root + waiting
         self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
         #: The buffer that the last sum of a backward leaves.
         largest = self.root or parameters.largest_trained_block
-        self.buffer = largest * work.reduce * (self.each and not self.in_place)
-
-    def _kept(self) -> float:
-        """Return the bytes that FSDP keeps on the device beside the gradients where replicas sum them: of the
-        root under a pipeline the last sum, and with offload the sums of all groups before that.
-        """
-        work, parameters = self.work, self.parameters
-        if not self.each or work.micro_batches == 1 or not work.layout.copies_shards:
-            return 0.0
-        groups = parameters.every if work.offload else parameters.root
-        return groups.trained_stored * work.reduce * (work.offload or work.layout.pipeline > 1)
+        self.buffer = largest * work.reduce * (self.each and self.leaves_buffer)
 
     def _last(self, group: Group) -> float:
         if self.each:
@@ -99,9 +102,8 @@ class RankGradients:
         last = len(stages) - 1
         user = last if last and stages[-1] == layout.stages - 1 else 0
         users = {0: ends[0], last: ends[1]} if ends else {user: root}
-        there = sum(group.trained for place, group in users.items() if place not in absent)
-        share = max(root.trained - there, 0) / root.trained if root.trained else 0.0
-        return self._last(root) * share
+        there = sum(self._last(group) for place, group in users.items() if place not in absent)
+        return max(self._root - there, 0.0)
 
     def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included.
@@ -114,7 +116,7 @@ class RankGradients:
             shard += buffer
         if self.in_last:
             return buffer + max(shard - elements * self.sum, 0)
-        return buffer + max(elements * self.made, shard + last * self.made) + further
+        return buffer + max(elements * self.made, shard + last * self.made * (not self.in_three)) + further
 
     def summed_root(self) -> float:
         """Return the most bytes while the gradients of the root are summed."""

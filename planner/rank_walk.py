@@ -37,12 +37,9 @@ class RankWalk:
         # Without another rank there is nothing to gather.
         self.zero = 0 if self.gradients.alone else layout.zero
         largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
-        # Before the first block of a stage the root ran, if there is one, which is whole; or, in a pipeline,
-        # a block of an earlier micro-batch, maybe of another stage.
-        ahead = 0.0 if parameters.root.here or not self.cut else largest
         self.here = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, own_input=number - 1 in self.here, largest=largest, ahead=ahead)
+            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.here, largest=largest)
             for number, stage in zip(self.here, stages, strict=True)
         ]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
@@ -50,7 +47,8 @@ class RankWalk:
         self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
         # In a step's last backward gathered weights go with their block.
-        gathers = self.zero in (1, 2) or (not self.zero and work.compute != work.master)
+        copies = work.offload or work.compute != work.master
+        gathers = self.zero in (1, 2) or (not self.zero and copies)
         self.drops = gathers and not self.cut and not self.gradients.alone
 
     def walk(self, number: int) -> None:
@@ -84,7 +82,7 @@ class RankWalk:
             if kind == "F":
                 self._loss(place)
             elif kind == "I":
-                self.note(stage.first_part + 2 * stage.largest * (self.zero == 3))
+                self.note(stage.first_part)
             elif kind == "W" and not stage.stage.first:
                 walk_second_part(self, place, self._exit(place), last=last)
             else:
@@ -98,7 +96,7 @@ class RankWalk:
 
     def note(self, beside: float, *, loss: bool = False) -> None:
         """Note the bytes of an instant: what is held now, and what is ``beside``."""
-        size = self.now + beside + self.left - self.missing - self.dropped
+        size = self.now + beside + self.left + self.last_sum - self.missing - self.dropped
         if loss not in self.peaks or size > self.peaks[loss].bytes:
             gradients = self.missing - self.before
             self.peaks[loss] = Peak(size, self.resident, 0.0, gradients, self.dropped)
@@ -119,22 +117,28 @@ class RankWalk:
         self.summed = instant.summed
         first = len(self.absent) == len(self.stages)
         self.before = self.left = 0.0 if first or self.work.micro_batches == 1 else gradients.buffer
+        self.last_sum = 0.0 if first else gradients.last_sum
         not_yet = map(gradients.of_stage, self.absent), map(gradients.given_back, instant.summed)
         return root + sum(chain(*not_yet))
 
     def _loss(self, place: int) -> None:
-        stage, loss = self.stages[place].stage, self.stages[place].stage.loss
+        at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
         assert loss is not None
         working = max(loss.plain.forward, loss.plain.backward)
-        working += 0 if self.cut and self.stages[place].logits else loss.kept
+        working += 0 if self.cut and at.logits else loss.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
             working = max(part.plain.forward for part in stage.beside)
+        elif self.zero == 3:
+            # FSDP keeps what it received for the root until it has gathered the first block.
+            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.cut
+            gathers = self.parameters.root.here * self.made + 2 * (block.weights - block.experts)
+            self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
 
     def _first_forward(self, stage: StageBytes) -> None:
         """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
         if self.zero in (1, 2) and stage.runs:
-            self.dropped = self.left = self.before = 0.0
+            self.dropped = self.left = self.before = self.last_sum = 0.0
             self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
             ahead = self.parameters.largest_block * self.made
             self.note(self._made_in_last(stage) + ahead)
@@ -198,7 +202,7 @@ class RankWalk:
         lasting = gradients.part_of_stage(place, grads) * first
         lasting -= gradients.given_back(place, grads) * last
         experts, again = trace.experts, self.work.checkpointing != "none"
-        rest, to_buffer = grads - experts, self.work.reduce / self.made * (not gradients.in_place)
+        rest, to_buffer = grads - experts, self.work.reduce / self.made * gradients.leaves_buffer
         left, left_of_experts = rest * to_buffer * summing, experts * to_buffer * summing
         summed = gradients.summed(rest / self.made, self.parameters.largest_of_blocks)
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
@@ -229,10 +233,6 @@ class RankWalk:
         zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
         # FSDP keeps what it received for a block until it has gathered the next one.
         self.note(self._made_in_last(stage) + zero3 * 2 * weights)
-        # The next micro-batch's first block, after the root that it gathers anew.
-        if zero3 and self.left and not self.cut:
-            root = self.parameters.root.here * self.made
-            self.note(root + 2 * stage.runs[-1].piece.weights - stage.kept)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
@@ -277,5 +277,5 @@ class RankWalk:
             self.note(max(backward + waits, joined))
         # FSDP drops a group's weights before it sums its gradients.
         self.dropped += parameters.root.here * made * (self.zero == 3 or (last and self.drops))
-        self.left = 0.0
+        self.left = self.last_sum = 0.0
         self.note(gradients.summed_root())

@@ -39,12 +39,15 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     if not (gradients.each or summing or adds):
         walk.note(made)
     if first:
-        walk.missing = missing - gradients.of_stage(place) - walk.of_root
+        walk.missing = missing - gradients.of_stage(place)
+        # FSDP's sum of the root makes what lasts of it.
+        walk.missing -= 0 if gradients.each else walk.of_root
     if gradients.each:
         walk.left = 0.0
         walk.note(made + largest * walk.work.reduce)
         if exit:
             walk.now -= computed * walk.made * zero3
+            walk.last_sum = 0.0
             walk.note(gradients.summed_root())
     elif summing:
         waits = 0 if adds else made - largest * walk.made

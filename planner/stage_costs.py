@@ -72,14 +72,14 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
-    def in_walk(self, work: Work, *, own_input: bool, largest: float, ahead: float) -> StageBytes:
+    def in_walk(self, work: Work, *, zero: int, own_input: bool, largest: float) -> StageBytes:
         """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""
         key = (
             *(work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two),
-            *(own_input, largest, ahead),
+            *(zero, own_input, largest),
         )
         if key not in self._bytes:
-            self._bytes[key] = StageBytes(self, work, own_input=own_input, largest=largest, ahead=ahead)
+            self._bytes[key] = StageBytes(self, work, zero, own_input=own_input, largest=largest)
         return self._bytes[key]
 
     @remembered
@@ -111,16 +111,14 @@ class StageBytes:
 
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make. ``exit``: of ``kept`` what
-    the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part.
+    the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part, with
+    what FSDP gathers (``zero``).
     ``runs``: the blocks that a backward comes to, in its order. ``largest``: the bytes of the largest block
-    of the rank; ``ahead``: of what a backward of the first block gathers ahead; ``own_input``: whether the
-    stage before is the rank's own.
+    of the rank; ``own_input``: whether the stage before is the rank's own.
     """
 
-    def __init__(
-        self, stage: StageCost, work: Work, *, own_input: bool, largest: float, ahead: float
-    ) -> None:
-        self.stage, self.cut, self.largest, self.ahead = stage, work.layout.pipeline > 1, largest, ahead
+    def __init__(self, stage: StageCost, work: Work, zero: int, *, own_input: bool, largest: float) -> None:
+        self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
         mode, interval = work.checkpointing, work.checkpoint_every
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
 
@@ -145,33 +143,39 @@ class StageBytes:
         self.runs = self._runs([*blocks, *further], len(reached) + len(further))
         self.further = len(further)
         self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
-        self.first_part, self.halfway = self._in_two(work) if work.in_two else (0.0, 0.0)
+        self.first_part, self.halfway = self._in_two(work, zero) if work.in_two else (0.0, 0.0)
         #: The pieces of a backward in two in the order of its second part, and how many are alike.
         self.in_two = [(run.piece, run.number) for run in reversed(self.runs)]
         self.in_two += [(piece, 1) for piece in stage.behind if piece not in stage.further.values()]
 
     def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
-        # FSDP gathers ahead the block that ran before.
+        # FSDP gathers ahead the block that ran before, of the same stage (``ForwardOrder``).
         runs, place = list[Run](), len(blocks)
         for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda pair: id(pair[1])):
             pairs = [*alike]
             place -= len(pairs)
             # Of a block with experts apart it gathers these later.
             before = blocks[place - 1][0].plain if place else None
-            ahead = self.ahead if before is None else before.weights - before.experts
+            ahead = 0 if before is None else before.weights - before.experts
             runs.append(Run(len(pairs), *pairs[0], ahead))
         return runs
 
-    def _in_two(self, work: Work) -> tuple[float, float]:
+    def _in_two(self, work: Work, zero: int) -> tuple[float, float]:
         stage = self.stage
         if not stage.blocks:  # a user's module, whose stage is one piece
-            return float(max(part.first_part for part in stage.beside)), float(_sum(stage.beside, "between"))
+            first_part = max(part.first_part for part in stage.beside) + 2 * self.largest * (zero == 3)
+            return float(first_part), float(_sum(stage.beside, "between"))
         # The gradient of logits is written over them.
-        most, waiting = 0, _sum(stage.beside, "waiting") - self.logits
+        most, weights, waiting = 0.0, 0, _sum(stage.beside, "waiting") - self.logits
         blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
         for run in blocks:
+            weights = run.piece.weights * (zero == 3)
+            for index in {max(run.number - 2, 0), run.number - 1}:
+                before = waiting + index * run.piece.waiting
+                ahead = weights if index < run.number - 1 else run.ahead * (zero == 3)
+                # FSDP copies what it received before it gathers the block before.
+                most = max(most, before + 2 * weights, before + run.piece.first_part + weights + ahead)
             waiting += run.number * run.piece.waiting
-            most = max(most, waiting - run.piece.waiting + run.piece.first_part)
         # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
         norm = 0 if work.batch.gpu else 4 * work.between_blocks
         halfway = _sum(stage.beside, "between") - self.logits
@@ -179,7 +183,7 @@ class StageBytes:
         if stage.loss is None and blocks:
             # Behind the last block nothing waits for the second part, so its last operators are done.
             halfway -= blocks[0].piece.waiting - blocks[0].piece.between
-        return max(most, waiting + norm), halfway
+        return max(most, waiting + norm + weights), halfway
 
 
 def most_of(pieces: Sequence[Piece], what: str) -> float:

@@ -33,6 +33,7 @@ from .collectives import (
     ring_exchange_wait,
     work_of,
 )
+from .forward_order import ForwardOrder
 from .fully_sharded import (
     ReplicaSums,
     clocked,

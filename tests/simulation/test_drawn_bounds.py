@@ -24,10 +24,6 @@ NUMBERS = range(int(os.environ.get("DRAWN_BOUNDS_FROM", "0")), int(os.environ.ge
 #: in a pipeline's last stage.
 QUICK = (0, 6, 19)
 BELOW, ABOVE = 0.01, 0.08
-#: Those whose plan is further from the peak, and by how much. 37 has a tied embedding at both ends of a V, of
-#: which FSDP keeps two buffers. In 85, 122 and 147 more than one block is gathered at the peak, perhaps ahead
-#: of a backward that does not come. Of the others no cause is known.
-WRONG = {26: 0.153, 37: -0.0804, 85: -0.041, 105: -0.025, 122: -0.109, 147: -0.122, 167: 0.0801, 192: -0.04}
 
 #: The smallest published size of each family.
 SIZES = {
@@ -113,11 +109,10 @@ def test_the_plan_bounds_the_peak_of_a_drawn_step(worker, number):
 
 
 @pytest.mark.slow  # ten minutes
+@pytest.mark.timeout(3600)
 def test_the_plan_bounds_the_peak_of_every_drawn_step(worker):
     found = {number: over_peak(worker, number) for number in NUMBERS}
-    outside = {number: ratio for number, ratio in found.items() if not -BELOW <= ratio <= ABOVE}
-    assert {number: ratio for number, ratio in outside.items() if number not in WRONG} == {}
-    assert all(abs(ratio) <= abs(WRONG[number]) + 0.001 for number, ratio in outside.items())
+    assert {number: ratio for number, ratio in found.items() if not -BELOW <= ratio <= ABOVE} == {}
 
 
 class _Forgetful(dict):
