@@ -289,7 +289,6 @@ def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(
     """Beyond its limit of graphs of one function, 8 unless set, dynamo would go on without a compiler, and
     write out all scores.
     """
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     lengths, compile_with = [], torch.compile
 
     def counted(graph, inputs):
@@ -300,10 +299,11 @@ def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(
         torch, "compile", lambda function, **how: compile_with(function, backend=counted, **how)
     )
     flex._compiled.cache_clear()
-    for length in range(8, 12):
-        q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
-        mask = AttentionScope(torch.arange(length)).block_mask(q)
-        flex.flex_attention(q, k, v, mask, Scores(alibi=Alibi(alibi_slopes(2), 0.5)))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in range(8, 12):
+            q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
+            mask = AttentionScope(torch.arange(length)).block_mask(q)
+            flex.flex_attention(q, k, v, mask, Scores(alibi=Alibi(alibi_slopes(2), 0.5)))
     flex._compiled.cache_clear()
     assert len(lengths) == 4
 
