@@ -95,10 +95,21 @@ def with_parts(choices: Iterable[Choice]) -> Iterator[Choice]:
         yield choice
 
 
+def best_first(array: Iterable[Choice]) -> list[Choice]:
+    """Return the runs so that each adds the most new pairs for its number of ranks."""
+    left, seen, ordered = [*array], set[Pair](), list[Choice]()
+    while left:
+        best = max(left, key=lambda choice: len(pairs(choice) - seen) / choice.world**0.5)
+        left.remove(best)
+        ordered.append(best)
+        seen |= pairs(best)
+    return ordered
+
+
 def main() -> None:
     draws = Random(0)
     drawn = dict.fromkeys(draw(draws) for _ in range(DRAWN))
-    array = [*with_parts(Covering(drawn, Random(1)).cheapest())]
+    array = best_first(with_parts(Covering(drawn, Random(1)).cheapest()))
     plain = asdict(Choice(""))
     rows = [{key: state for key, state in asdict(run).items() if state != plain[key]} for run in array]
     ARRAY.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

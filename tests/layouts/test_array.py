@@ -18,12 +18,26 @@ from trilith.training.run_plan import plan
 
 COVERING = covering_array()
 HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
+
+
+def first_runs(part):
+    """Return the first runs of the array, of which the best come first, that hold this part of all pairs."""
+    held, count = set(), 0
+    while len(held) < part * len(HELD):
+        held |= pairs(COVERING[count])
+        count += 1
+    return COVERING[:count]
+
+
+#: What every suite trains. Each of the other runs, a third, holds a few pairs more: they are nightly.
+OFTEN = first_runs(0.95)
 #: Some go on from a checkpoint. Only a run saves adapters: see the tests of training.
-SAVED = [choice for choice in COVERING if choice.kind == "all"][::6]
+SAVED = [choice for choice in OFTEN if choice.kind == "all"][::3]
 
 
 def row(choice):
-    return Row(str(choice), choice.case, resumes=Layout.of(tensor=choice.world) if choice in SAVED else None)
+    resumes = Layout.of(tensor=choice.world) if choice in SAVED else None
+    return Row(str(choice), choice.case, slow=choice in COVERING[len(OFTEN) :], resumes=resumes)
 
 
 LAYOUTS = Layouts([row(choice) for choice in (*COVERING, *LONG)])
