@@ -25,16 +25,14 @@ def read_ahead(folder: Path, readers: int) -> None:
 
 def _advise(folder: Path, readers: int) -> None:
     most = min((memory_available() or 0) // _SHARE, _MOST) // _STEP
-    descriptors = list[int]()
     with suppress(OSError, ValueError):  # a name may hold a NUL
-        steps = list[tuple[int, int]]()
+        steps = list[tuple[Path, int]]()
         for path in sorted(folder.glob("*.safetensors")):
-            descriptors.append(fd := os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-            if stat.S_ISREG((status := os.fstat(fd)).st_mode):
-                steps += [(fd, at) for at in range(0, status.st_size, _STEP)]
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                steps += [(path, at) for at in range(0, status.st_size, _STEP)]
         stretch = max(1, -(-len(steps) // readers))
         for first in range(min(stretch, most // readers)):
-            for fd, at in steps[first::stretch]:
-                os.posix_fadvise(fd, at, _STEP, os.POSIX_FADV_WILLNEED)
-    for fd in descriptors:
-        os.close(fd)
+            for path, at in steps[first::stretch]:
+                # One at a time: a checkpoint may have more files than a process may open.
+                with path.open("rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), at, _STEP, os.POSIX_FADV_WILLNEED)

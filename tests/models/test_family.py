@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import KEYS, MODELS
+from support.draws import drawn
 from support.refusals import Refused, refusals
 from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.models import FAMILIES, LLAMA, family_of, published_size, published_sizes
@@ -55,7 +56,7 @@ def test_no_layout_is_refused_for_the_vocabulary_E4(tensor):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=drawn(48), deadline=None)
 @given(st.data())
 def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_are_legal_E3(name, data):
     family, raw = FAMILIES[name], BASES[name]

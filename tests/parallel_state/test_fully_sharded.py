@@ -63,9 +63,9 @@ def test_weights_left_alone_are_gathered_and_watched_again_afterwards():
 
 
 def operators_of_memory():
-    """Return the operators that give a sharded model and its moments memory, and whether it is as torch's."""
-    with torch.device("meta"):
-        model, other = sharded(), sharded()
+    """Return the operators that make FSDP's parameters, and those that give them and their moments memory;
+    and whether all are as torch's.
+    """
     dispatched = []
 
     class Noted(TorchDispatchMode):
@@ -73,6 +73,11 @@ def operators_of_memory():
             dispatched.extend(func.name() for whole in types if issubclass(whole, DTensor))
             return func(*args, **(kwargs or {}))
 
+    with torch.device("meta"):
+        other = sharded()
+        with Noted(), engine.OfParts():
+            model = sharded()
+    parameters = [*dispatched]
     with Noted():
         engine.to_empty(model, torch.device("cpu"))
     other.to_empty(device="cpu")
@@ -82,7 +87,7 @@ def operators_of_memory():
         optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     pairs = [*zip([*model.parameters(), *moments], [*other.parameters()] * 2, strict=True)]
-    return {*dispatched}, all(forms(pair[0]) == forms(pair[1]) for pair in pairs)
+    return parameters, {*dispatched}, all(forms(pair[0]) == forms(pair[1]) for pair in pairs)
 
 
 def forms(whole):
@@ -90,5 +95,6 @@ def forms(whole):
 
 
 def test_memory_like_a_sharded_model_s_is_made_of_parts():
-    for dispatched, alike in run_parallel(operators_of_memory, 2):
+    for parameters, dispatched, alike in run_parallel(operators_of_memory, 2):
         assert alike and not dispatched & {"aten::empty_like", "aten::zeros_like"}, dispatched
+        assert "aten::detach" not in parameters

@@ -1,6 +1,7 @@
 """While a command imports what it needs, the system fetches what it will read: where its readers begin."""
 
 import os
+from pathlib import Path
 
 import pytest
 from trilith.system import read_ahead as module
@@ -10,22 +11,24 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the sy
 
 def advised(folder, readers, monkeypatch, memory=1000):
     """Return the advice for a folder: the file's name, and the step in it."""
-    asked, names = [], {}
-    opened = os.open
+    asked, opened, plain = [], [], Path.open
 
-    def noted(path, *flags):
-        names[fd := opened(path, *flags)] = path.name
-        return fd
+    def noted(path, *how, **more):
+        assert all(file.closed for _, file in opened), "one file at a time"
+        opened.append((path.name, plain(path, *how, **more)))
+        return opened[-1][1]
 
     with monkeypatch.context() as watched:
         watched.setattr(module, "memory_available", lambda: memory)
         watched.setattr(module, "_STEP", 10)
-        watched.setattr(os, "open", noted)
-        watched.setattr(os, "posix_fadvise", lambda fd, at, size, _: asked.append((names[fd], at // size)))
+        watched.setattr(Path, "open", noted)
+        watched.setattr(
+            os,
+            "posix_fadvise",
+            lambda _, at, size, __: asked.append((opened[-1][0], at // size)),
+        )
         module._advise(folder, readers)
-    for fd in names:
-        with pytest.raises(OSError):
-            os.fstat(fd)
+    assert all(file.closed for _, file in opened)
     return asked
 
 
