@@ -220,10 +220,11 @@ class CausalLM(nn.Module):
         return (self.layers[str(number)] for number in stage.blocks)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules that one stage of this rank computes with, but for those without parameters."""
-        # A V's first rank also holds the last stage, which alone predicts further tokens.
-        others = {"layers"} if stage.last else {"layers", "mtp"}
-        ends = [module for name, module in self.named_children() if name not in others]
+        """Return the modules that one stage of this rank computes with, but for those without parameters.
+
+        On a V's first rank, which also holds the last stage, each end has all modules of both.
+        """
+        ends = [module for name, module in self.named_children() if name != "layers"]
         return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]
 
     def hidden_shape(self, tokens_BS: Tensor) -> tuple[int, int, int]:
