@@ -350,6 +350,36 @@ def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path):
     assert [word for word in [*needed.split(), "hostname --all-ip-addresses"] if word not in text] == []
 
 
+#: Commands as a run sees them: srun trains until it is asked to stop; Slurm sends its signal and is told to
+#: requeue; what the run ended with is ENDED.
+RUN = """
+scontrol() { [ "$1" = requeue ] && echo "requeued $2" || echo n1; }
+srun() { [ "$4" = hostname ] && { echo 10.0.0.1; return; }
+    kill -USR1 $$; for _ in {1..500}; do [ -e "$out/stop" ] && return; sleep 0.01; done; }
+trilith() { echo "trilith $*"; return $ENDED; }
+SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=5
+"""
+
+
+@pytest.mark.parametrize(
+    ("ended", "restarts", "code"),
+    [(0, 0, 0), (75, 9, None), (2, 0, 2), (4, 0, 4), (1, 1, None), (1, 2, 1)],
+    ids=["finished", "saved", "bad-input", "damaged", "failed-the-second-time", "failed-the-third-time"],
+)
+def test_a_slurm_script_stops_the_run_at_the_signal_and_requeues_what_can_go_on(
+    ended, restarts, code, tmp_path
+):
+    """``test_slurm.py`` runs such a script on a real Slurm. ``code``: ``None`` for a job that is requeued."""
+    out = tmp_path / "run"
+    script = RUN + written(tmp_path, "slurm", RECIPE, f"out={out}", "--nodes", "1", "--restarts", "2")
+    environment = os.environ | {"ENDED": str(ended), "SLURM_RESTART_COUNT": str(restarts)}
+    job = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=20)
+    assert job.stdout.splitlines()[0] == f"trilith status {out} --since {out}/job-started --exit-code"
+    assert job.stdout.splitlines()[1:] == (["requeued 5"] if code is None else []), job.stderr
+    assert job.returncode == (code or 0)
+    assert (out / "stop").exists()
+
+
 def commands(first):
     return [words for words in Page.read("docs/clusters.md").commands() if words[0] == first]
 

@@ -41,6 +41,7 @@ def printed(mine):
     return "".join(path.read_text() for path in mine.folder.glob("*.log"))
 
 
+@pytest.mark.slow  # 40 seconds, of which Slurm waits for most
 def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(cluster, tmp_path):
     """A rank stands still in its seventh step until the script has heard the signal."""
     steps = 40
