@@ -122,7 +122,8 @@ def packed_rows(model, layout, state):
     return last, sum(float(one.detach()) for one in losses), pieces(made, state, gradients=True)
 
 
-LAYOUTS = [Layout.of(**axes(cut)) for cut in ("", "tp2", "tp2-pp2-sp")]
+LAYOUTS = [Layout.of(**axes(cut)) for cut in ("", "tp2-pp2-sp")]
+LAYOUTS += [pytest.param(Layout.of(tensor=2), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("model", PACKED)

@@ -124,10 +124,10 @@ LAYOUTS = [
         {"tensor": 2, "pipeline": 2},
         {"model": {"config": TINY_GPT2}, "memory": SELECTIVE},
     ),
-    ({"context": 2}, {"memory": {"loss_chunk": 5}}),
     *(
         pytest.param(layout, {"memory": memory}, marks=pytest.mark.slow)
         for layout, memory in (
+            ({"context": 2}, {"loss_chunk": 5}),
             ({"tensor": 2, "sequence": True}, SELECTIVE),
             ({"pipeline": 2}, {"loss_chunk": 5}),
             ({"data": 2, "context": 2, "zero": 2}, {}),
