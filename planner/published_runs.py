@@ -31,7 +31,7 @@ class PublishedRun:
     ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
     ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``gibibytes``: reported
     memory, which ``counts`` what is allocated or reserved; ``differs``: what their program keeps and the plan
-    has not, ``named`` GiB more in all. ``assumed``: what the source does not say.
+    has not, or the other way round, ``named`` GiB more in all. ``assumed``: what the source does not say.
     """
 
     source: str
@@ -48,6 +48,7 @@ class PublishedRun:
     micro_batch: int = 1
     dtype: str = "bfloat16"
     checkpointing: Any = "none"
+    loss_chunk: int = 0
     compiled: bool = True
     tokens: float = 0.0
     tflops: float = 0.0
@@ -124,7 +125,8 @@ def compare(run: PublishedRun) -> Comparison:
         split = [run.split_ends, *[inner] * (layout.stages - 2), run.split_ends]
     rounds = run.global_batch // layout.data // run.micro_batch
     step = config.hidden_size, run.sequence_length, run.micro_batch, rounds, run.schedule
-    work = Work(ParallelState.stand_in(layout), *step, compute=2, checkpointing=run.checkpointing)
+    memory = {"checkpointing": run.checkpointing, "loss_chunk": run.loss_chunk}
+    work = Work(ParallelState.stand_in(layout), *step, compute=2, **memory)
     model = sampled(family, config, layout, float8="tensorwise" if run.dtype == "float8" else None)
     machine = machine_named(run.gpu)
     machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth)
@@ -134,7 +136,7 @@ def compare(run: PublishedRun) -> Comparison:
         memory_of(work.of_pipeline(rank), timer.parameters(rank), timer.costs(rank))
         for rank in range(layout.pipeline)
     ]
-    memory = max(plan.total for plan in plans) / 2**30
+    peak = max(plan.total for plan in plans) / 2**30
     rate = time.rate / layout.world
     if run.tokens:
         unit, reported, predicted = "tokens/s", run.tokens, rate
@@ -142,7 +144,7 @@ def compare(run: PublishedRun) -> Comparison:
         unit, reported, predicted = "TFLOP/s", run.tflops, rate * getattr(time.flops, run.convention) / 1e12
     else:
         unit, reported, predicted = "% MFU", 100 * run.mfu, 100 * getattr(time.mfu, run.convention)
-    return Comparison(run, layout, unit, reported, predicted, memory, time)
+    return Comparison(run, layout, unit, reported, predicted, peak, time)
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[float]:
@@ -196,7 +198,7 @@ The columns:
 
 {meanings}
 
-The first two rows are this project's own measurement.
+The first three rows are this project's own measurement.
 
 ## Memory of real GPUs
 

@@ -97,7 +97,7 @@ def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found):
 
 def test_what_the_sources_report_of_memory_is_the_plan_with_what_differs_by_name(found):
     rows = [row for row in found if row.run.gibibytes]
-    assert len(rows) == 9
+    assert len(rows) == 10
     for row in rows:
         run = row.run
         assert run.differs.startswith(run.counts) and run.counts in ("allocated", "reserved")
