@@ -1,7 +1,7 @@
 """Cohere's Command R and R7B: parallel branches, norms without bias, rotated neighbours, scaled logits."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -9,9 +9,9 @@ from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
-from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
+from .base.parts import AttentionOptions, attention, gated_mlp, head_layer_norm, layer_norm
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class CohereConfig(LlamaConfig):
@@ -33,16 +33,17 @@ unbiased_norm = partial(layer_norm, bias=False)
 
 
 class CohereBlock(nn.Module):
-    """Compute a block of Command R.
+    """Compute a block of Command R or R7B.
 
     y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
-    x = x + attention(y) + mlp(y)         * side by side
+    x = x + attention(y) + mlp(y)         * side by side; R7B: a window and rotation in three of four blocks
     """
 
     def __init__(self, cfg: CohereConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        norm = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
-        self.attention_norm, self.attention = unbiased_norm(cfg, state), attention(cfg, state, qk_norm=norm)
+        options = AttentionOptions(rotary=cfg.rotation(number), window=cfg.window(number))
+        options["qk_norm"] = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm, self.attention = unbiased_norm(cfg, state), attention(cfg, state, **options)
         self.mlp = gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -55,7 +56,7 @@ class Cohere(RotaryDecoder):
     """Compute Command R, or the stage that this pipeline rank holds: scaled logits."""
 
     config: CohereConfig
-    Block: ClassVar[Any] = CohereBlock
+    Block = CohereBlock
     make_norm = staticmethod(unbiased_norm)
 
     @property
@@ -79,26 +80,8 @@ class Cohere2Config(CohereConfig, LayerTypesConfig):
 
     rope_theta: Factor = 10000.0
 
-
-class Cohere2Block(nn.Module):
-    """Compute a block of Command R7B.
-
-    y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
-    x = x + attention(y) + mlp(y)         * side by side; a window and rotation in three of four blocks
-    """
-
-    def __init__(self, cfg: Cohere2Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        window = cfg.window(number)
-        rotary = None if window is None else "all"
-        self.attention_norm = unbiased_norm(cfg, state)
-        self.attention = attention(cfg, state, rotary=rotary, window=window)
-        self.mlp = gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        y_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
-        return x_BSD
+    def rotation(self, number: int) -> str | None:
+        return None if self.window(number) is None else "all"
 
 
-COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, decoder(Cohere2Block, Cohere), LLAMA_NAMES)
+COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, Cohere, LLAMA_NAMES)

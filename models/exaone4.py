@@ -8,7 +8,7 @@ from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, NO, Epsilon, Fixed, Whole
-from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
 from .llama import decoder
 from .olmo import NAMES
@@ -35,6 +35,9 @@ class Exaone4Config(LayerTypesConfig):
             fields["layer_types"] = (FULL,) * min(blocks, MOST_BLOCKS)
         return fields
 
+    def rotation(self, number: int) -> str | None:
+        return "all" if self.window(number) or self.sliding_window is None else None
+
 
 class Exaone4Block(nn.Module):
     """Compute a block of EXAONE 4.
@@ -45,10 +48,8 @@ class Exaone4Block(nn.Module):
 
     def __init__(self, cfg: Exaone4Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        window, norms = cfg.window(number), head_rms_norm(cfg, state)
-        rotary = "all" if window or cfg.sliding_window is None else None
-        options = AttentionOptions(qk_norm=norms, rotary=rotary, window=window)
-        self.attention = attention(cfg, state, **options)
+        rotary, window, norms = cfg.rotation(number), cfg.window(number), head_rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qk_norm=norms, rotary=rotary, window=window)
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 

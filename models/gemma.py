@@ -103,16 +103,20 @@ class Gemma2Config(LayerTypesConfig):
 
 
 class Gemma2Block(nn.Module):
-    """Compute a block of Gemma 2 (Gemma Team 2024).
+    """Compute a block of Gemma 2 or 3 (Gemma Team 2024, 2025).
 
-    x = x + after_attention(attention(attention_norm(x)))    * norms behind branches too; a window in 1 of 2
+    x = x + after_attention(attention(attention_norm(x)))    * norms behind branches, in 3 also of heads;
+                                                             * a window in 1 of 2 blocks, in 3 in 5 of 6
     x = x + after_mlp(mlp(mlp_norm(x)))                      * GELU; norms scale by 1 + weight
     """
 
     def __init__(self, cfg: Gemma2Config, number: int, state: ParallelState) -> None:
         super().__init__()
         scale, cap = cfg.query_pre_attn_scalar**-0.5, cfg.attn_logit_softcapping
-        options = AttentionOptions(window=cfg.window(number), scale=scale, soft_cap=cap)
+        options = AttentionOptions(window=cfg.window(number), rotary=cfg.rotation(number))
+        options |= {"scale": scale, "soft_cap": cap}
+        if isinstance(cfg, Gemma3Config):
+            options["qk_norm"] = head_rms_norm(cfg, state, offset=1.0)
         self.attention_norm = gemma_norm(cfg, state)
         self.attention = attention(cfg, state, **options)
         self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
@@ -163,29 +167,6 @@ class Gemma3Config(Gemma2Config, LayerRopesConfig):
             self.require(fits, where, _PATTERN, expected, stated)
 
 
-class Gemma3Block(nn.Module):
-    """Compute a block of Gemma 3 (Gemma Team 2025).
-
-    x = x + after_attention(attention(attention_norm(x)))    * norms behind and of heads; a window in 5 of 6
-    x = x + after_mlp(mlp(mlp_norm(x)))                      * GELU; norms scale by 1 + weight
-    """
-
-    def __init__(self, cfg: Gemma3Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        norms = head_rms_norm(cfg, state, offset=1.0)
-        options = AttentionOptions(rotary=cfg.kind(number), window=cfg.window(number), qk_norm=norms)
-        options["scale"] = cfg.query_pre_attn_scalar**-0.5
-        self.attention_norm = gemma_norm(cfg, state)
-        self.attention = attention(cfg, state, **options)
-        self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
-        self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
-
-
 GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM", Gemma3Config, decoder(Gemma3Block, GemmaDecoder), GEMMA2_NAMES
+    "gemma3_text", "Gemma3ForCausalLM", Gemma3Config, decoder(Gemma2Block, GemmaDecoder), GEMMA2_NAMES
 )

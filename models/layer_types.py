@@ -42,7 +42,6 @@ class LayerTypesConfig(LlamaConfig):
         return SLIDING if (number + 1) % self.PATTERN else FULL
 
     def window(self, number: int) -> int | None:
-        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
         return self.sliding_window if self.kind(number) == SLIDING else None
 
     def to_hf(self) -> dict[str, Any]:
@@ -86,6 +85,9 @@ class LayerRopesConfig(LayerTypesConfig):
         theta = cls.LOCAL_THETA or fields.get("rope_theta") or cls.default("rope_theta")
         fields["rope_local_base_freq"] = stated[0] if stated else theta
         return fields
+
+    def rotation(self, number: int) -> str | None:
+        return self.kind(number)
 
     def to_hf(self) -> dict[str, Any]:
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""

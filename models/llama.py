@@ -77,7 +77,16 @@ class LlamaConfig(ModelConfig):
     @property
     def layer_type(self) -> str:
         """Return transformers' name for the attention of every block."""
-        return "full_attention" if getattr(self, "sliding_window", None) is None else "sliding_attention"
+        return "full_attention" if self.window(0) is None else "sliding_attention"
+
+    def window(self, number: int) -> int | None:
+        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
+        window: int | None = getattr(self, "sliding_window", None)
+        return window
+
+    def rotation(self, number: int) -> str | None:
+        """Return the name of the rotation in block ``number``, if its heads are rotated."""
+        return "all"
 
     def check_heads_fill(self, where: str) -> None:
         """Refuse heads that together are not as wide as the hidden states, in families without a choice."""

@@ -36,15 +36,17 @@ def head_norm(cfg: Olmo2Config, state: ParallelState) -> HeadNorm:
 
 
 class Olmo2Block(nn.Module):
-    """Compute a block of OLMo 2 (OLMo Team 2025).
+    """Compute a block of OLMo 2 or 3 (OLMo Team 2025).
 
-    x = x + after_attention(attention(x))    * norms behind branches; all queries, all keys normed
+    x = x + after_attention(attention(x))    * norms behind branches; all queries, all keys normed;
+                                             * OLMo 3: in three of four a window, its own rotation
     x = x + after_mlp(mlp(x))
     """
 
     def __init__(self, cfg: Olmo2Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention = attention(cfg, state, qk_norm=head_norm(cfg, state))
+        rotary, window, norm = cfg.rotation(number), cfg.window(number), head_norm(cfg, state)
+        self.attention = attention(cfg, state, qk_norm=norm, rotary=rotary, window=window)
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 
@@ -65,24 +67,4 @@ class Olmo3Config(Olmo2Config, LayerRopesConfig):
     rope_theta: Factor = 500000.0
 
 
-class Olmo3Block(nn.Module):
-    """Compute a block of OLMo 3 (OLMo Team 2025).
-
-    x = x + after_attention(attention(x))    * as OLMo 2; three of four: a window, its own rotation
-    x = x + after_mlp(mlp(x))
-    """
-
-    def __init__(self, cfg: Olmo3Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        kind, window, norm = cfg.kind(number), cfg.window(number), head_norm(cfg, state)
-        self.attention = attention(cfg, state, qk_norm=norm, rotary=kind, window=window)
-        self.after_attention = rms_norm(cfg, state)
-        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
-        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
-        return x_BSD
-
-
-OLMO3 = Family("olmo3", "Olmo3ForCausalLM", Olmo3Config, decoder(Olmo3Block), NAMES)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", Olmo3Config, decoder(Olmo2Block), NAMES)

@@ -40,24 +40,6 @@ class Qwen2Config(NoWindowsConfig):
     max_position_embeddings: Whole = 32768
 
 
-class Qwen2Block(nn.Module):
-    """Compute a block of Qwen 2 or 2.5.
-
-    x = x + attention(attention_norm(x))    * biases on queries, keys and values
-    x = x + mlp(mlp_norm(x))
-    """
-
-    def __init__(self, cfg: Qwen2Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qkv_bias=True)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
 class Qwen3Config(NoWindowsConfig):
     """List the fields of a Qwen 3 config.json."""
 
@@ -73,17 +55,18 @@ class Qwen3Config(NoWindowsConfig):
         return super().prepare(fields, where)
 
 
-class Qwen3Block(nn.Module):
-    """Compute a block of Qwen 3.
+class QwenBlock(nn.Module):
+    """Compute a block of Qwen 2, 2.5 or 3.
 
-    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
+    x = x + attention(attention_norm(x))    * 2: biases on queries, keys and values; 3: heads normalised
     x = x + mlp(mlp_norm(x))
     """
 
-    def __init__(self, cfg: Qwen3Config, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Qwen2Config | Qwen3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        norms = head_rms_norm(cfg, state)
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
+        norms = head_rms_norm(cfg, state) if isinstance(cfg, Qwen3Config) else None
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=None if norms else True, qk_norm=norms)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -92,5 +75,5 @@ class Qwen3Block(nn.Module):
         return x_BSD
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, decoder(Qwen2Block), LLAMA_NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, decoder(Qwen3Block), LLAMA_NAMES)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, decoder(QwenBlock), LLAMA_NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, decoder(QwenBlock), LLAMA_NAMES)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..layers import Attention, AttentionInputs, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.keys import MOST_BLOCKS, NO, Experts, Fixed, HeadDim, Share, Whole, Width
+from .base.keys import MOST_BLOCKS, Experts, HeadDim, Share, Whole, Width
 from .base.names import fused
 from .base.parts import attention, gated_mlp, head_rms_norm, initial, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder
-from .qwen import HEAD_NORMS, NoWindowsConfig
+from .qwen import Qwen3Config
 from .qwen_moe import SHARED_MIXTURE, SharedExpertConfig, shared_mixture
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -22,15 +22,13 @@ LINEAR, FULL = "linear_attention", "full_attention"
 _INTERVAL = "full_attention_interval"
 
 
-class DeltaNetConfig(NoWindowsConfig, PartialRotaryConfig):
+class DeltaNetConfig(Qwen3Config, PartialRotaryConfig):
     """List the fields that tell which blocks have a delta net, and its shape; the others have attention."""
 
-    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO}
     READ: ClassVar[frozenset[str]] = frozenset({_INTERVAL})
 
     head_dim: HeadDim = 256
     partial_rotary_factor: Share = 0.25
-    max_position_embeddings: Whole = 32768
     layer_types: tuple[str, ...] = ()
     linear_conv_kernel_dim: int = Field(default=4, gt=0, le=2**8)
     linear_key_head_dim: int = Field(default=128, gt=0, le=2**12)
@@ -40,8 +38,6 @@ class DeltaNetConfig(NoWindowsConfig, PartialRotaryConfig):
 
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        if fields.get("head_dim") is None:  # also where it is null: not a share of the hidden size
-            fields["head_dim"] = cls.default("head_dim")
         count, interval = fields.get("num_hidden_layers"), fields.get(_INTERVAL)
         interval = 4 if interval is None else interval
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:

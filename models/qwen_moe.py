@@ -48,35 +48,6 @@ class Qwen3MoeConfig(NoWindowsConfig, NarrowExpertsConfig):
         return {**super().to_hf(), **experts}
 
 
-class Qwen3MoeBlock(nn.Module):
-    """Compute a block of Qwen 3 with experts.
-
-    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
-    x = x + mlp(mlp_norm(x))                * experts, or in some blocks one net
-    """
-
-    def __init__(self, cfg: Qwen3MoeConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        norms = head_rms_norm(cfg, state)
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
-        self.mlp_norm = rms_norm(cfg, state)
-        if cfg.has_experts(number):
-            chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
-            self.mlp: nn.Module = mixture(cfg, chosen_by, cfg.moe_intermediate_size, state)
-        else:
-            self.mlp = gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
-QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, decoder(Qwen3MoeBlock), LLAMA_NAMES.but(EXPERTS)
-)
-
-
 class SharedExpertConfig(Qwen3MoeConfig):
     """List the fields of Qwen's experts, and the width of the net for all tokens beside them."""
 
@@ -104,29 +75,35 @@ class Qwen2MoeConfig(SharedExpertConfig):
     qkv_bias: bool = True
 
 
-def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
-    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
-    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
-    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
+def narrow_mixture(cfg: Qwen3MoeConfig, state: ParallelState, shared: GatedShared | None = None) -> MoE:
+    """Make the experts of a block, and what is ``shared`` beside them."""
     chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
     return mixture(cfg, chosen_by, cfg.moe_intermediate_size, state, shared=shared)
 
 
-class Qwen2MoeBlock(nn.Module):
-    """Compute a block of Qwen 1.5 or 2 with experts.
+def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
+    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
+    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
+    return narrow_mixture(cfg, state, shared)
 
-    x = x + attention(attention_norm(x))    * biases on queries, keys and values
-    x = x + mlp(mlp_norm(x))                * experts and a gated net, or one net
+
+class QwenMoeBlock(nn.Module):
+    """Compute a block of Qwen 1.5, 2 or 3 with experts.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values; 3: heads normalised
+    x = x + mlp(mlp_norm(x))                * experts, before 3 beside a gated net; in some blocks one net
     """
 
-    def __init__(self, cfg: Qwen2MoeConfig, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm, self.attention = (
-            rms_norm(cfg, state),
-            attention(cfg, state, qkv_bias=cfg.qkv_bias),
-        )
+        shared = isinstance(cfg, SharedExpertConfig)
+        bias, norms = (cfg.qkv_bias, None) if shared else (None, head_rms_norm(cfg, state))
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, qk_norm=norms)
         self.mlp_norm = rms_norm(cfg, state)
-        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+        make = (shared_mixture if shared else narrow_mixture) if cfg.has_experts(number) else gated_mlp
+        self.mlp: nn.Module = make(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
@@ -143,10 +120,13 @@ SHARED_MIXTURE: dict[str, Entry] = {
     "mlp.shared.net.down": "mlp.shared_expert.down_proj",
 }
 
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, decoder(QwenMoeBlock), LLAMA_NAMES.but(EXPERTS)
+)
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     Qwen2MoeConfig,
-    decoder(Qwen2MoeBlock),
+    decoder(QwenMoeBlock),
     LLAMA_NAMES.but(SHARED_MIXTURE),
 )

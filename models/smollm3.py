@@ -37,11 +37,9 @@ class SmolLM3Config(NoWindowsConfig):
         fits = not stated or stated >= blocks
         self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", stated)
 
-    def rotates(self, number: int) -> bool:
-        """Return whether block ``number`` rotates its heads."""
-        if self.no_rope_layers:
-            return self.no_rope_layers[number] == 1
-        return (number + 1) % self.no_rope_layer_interval != 0
+    def rotation(self, number: int) -> str | None:
+        stated, interval = self.no_rope_layers, self.no_rope_layer_interval
+        return "all" if (stated[number] if stated else (number + 1) % interval) else None
 
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}
@@ -56,7 +54,7 @@ class SmolLM3Block(nn.Module):
 
     def __init__(self, cfg: SmolLM3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        rotary = "all" if cfg.rotates(number) else None
+        rotary = cfg.rotation(number)
         self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
