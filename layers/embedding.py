@@ -32,7 +32,27 @@ def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
     return padded_rows(vocab_size, VOCABULARY_MULTIPLE, tensor)
 
 
-class VocabParallelEmbedding(DeclaredModule):
+class _Vocabulary(DeclaredModule):
+    """Hold a weight with a row for each token id, cut over the tensor axis."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, rows: int, width: int, ends: bool, initial: Initial, state: ParallelState | None
+    ) -> None:
+        super().__init__()
+        self.state = alone_or(state)
+        self.num_embeddings, self.embedding_dim = rows, width
+        declaration = _vocabulary((rows, width), ends, initial, state)
+        self.rows = declaration.held_shape(self.state.layout)[0]
+        declare_parameter(self, "weight", declaration, self.state)
+
+    def extra_repr(self) -> str:
+        here = f"here=({self.rows // self.state.tensor.size}, {self.embedding_dim})"
+        return f"{self.num_embeddings}, {self.embedding_dim}, padded={self.rows}, {here}"
+
+
+class VocabParallelEmbedding(_Vocabulary):
     """Look up token embeddings, as ``nn.Embedding``, with the rows cut over the tensor axis.
 
     Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) with sequence parallelism.
@@ -40,8 +60,6 @@ class VocabParallelEmbedding(DeclaredModule):
     the weight. Raises ``IndexError`` for an id outside the vocabulary on a CPU. Source: Shoeybi et al. 2019,
     section 3.
     """
-
-    weight: nn.Parameter
 
     def __init__(
         self,
@@ -52,12 +70,7 @@ class VocabParallelEmbedding(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state = alone_or(state)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        declaration = _vocabulary((num_embeddings, embedding_dim), ends, initial or Normal(1.0), state)
-        self.rows = declaration.held_shape(self.state.layout)[0]
-        declare_parameter(self, "weight", declaration, self.state)
+        super().__init__(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of the token ids."""
@@ -78,11 +91,8 @@ class VocabParallelEmbedding(DeclaredModule):
         """
         return column_products(x, [(local(self.weight), None)], self.state)[0]
 
-    def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
-
-class VocabParallelHead(DeclaredModule):
+class VocabParallelHead(_Vocabulary):
     """Compute logits (B, S, padded / tensor): this rank's part of the vocabulary, never gathered.
 
     Input: hidden states (B, S, D), or (B, S / tensor, D) with sequence parallelism. Columns after the
@@ -90,7 +100,6 @@ class VocabParallelHead(DeclaredModule):
     ``bias`` (GPT-J, Phi) is cut like the vocabulary.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -102,13 +111,7 @@ class VocabParallelHead(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state = alone_or(state)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        shape = (num_embeddings, embedding_dim)
-        declaration = _vocabulary(shape, False, initial or Normal(0.02), state)
-        self.rows = declaration.held_shape(self.state.layout)[0]
-        declare_parameter(self, "weight", declaration, self.state)
+        super().__init__(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
         of_bias = _vocabulary((num_embeddings,), False, Constant(0.0), state)
         declare_parameter(self, "bias", of_bias if bias else None, self.state)
 
@@ -117,9 +120,6 @@ class VocabParallelHead(DeclaredModule):
         logits = column_products(x, [(local(self.weight), None)], self.state)[0]
         # Added in place: with its bias ``F.linear`` gives a view, which FSDP2 warns of.
         return logits if self.bias is None else logits.add_(local(self.bias))
-
-    def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
 
 class PositionEmbedding(DeclaredModule):
@@ -192,7 +192,3 @@ def _vocabulary(
     """Declare the weight. Without a state it is not padded: the layer is plain and loads plain weights."""
     multiple = None if state is None else VOCABULARY_MULTIPLE
     return Declaration(shape, cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
-
-
-def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:
-    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor.size}, {dim})"

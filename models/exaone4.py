@@ -2,16 +2,13 @@
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, NO, Epsilon, Fixed, Whole
-from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
+from .base.parts import head_rms_norm
 from .layer_types import FULL, LayerTypesConfig
 from .llama import decoder
-from .olmo import NAMES
+from .olmo import NAMES, Olmo2Block
 from .qwen import HEAD_NORMS
 
 
@@ -39,24 +36,14 @@ class Exaone4Config(LayerTypesConfig):
         return "all" if self.window(number) or self.sliding_window is None else None
 
 
-class Exaone4Block(nn.Module):
-    """Compute a block of EXAONE 4.
+class Exaone4Block(Olmo2Block):
+    """Compute a block of EXAONE 4, which is OLMo 2's but for the heads' norms.
 
     x = x + after_attention(attention(x))    * norms behind branches and of heads; a window, or no rotation
     x = x + after_mlp(mlp(x))
     """
 
-    def __init__(self, cfg: Exaone4Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        rotary, window, norms = cfg.rotation(number), cfg.window(number), head_rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qk_norm=norms, rotary=rotary, window=window)
-        self.after_attention = rms_norm(cfg, state)
-        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
-        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
-        return x_BSD
+    head_norm = staticmethod(head_rms_norm)
 
 
 EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", Exaone4Config, decoder(Exaone4Block), NAMES)

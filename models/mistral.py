@@ -1,12 +1,10 @@
 """Mistral, whose tokens see the last ``sliding_window`` tokens alone, and Mixtral, with experts."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, MoE
+from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
@@ -25,11 +23,6 @@ class MistralConfig(LlamaConfig):
     sliding_window: Whole | None = 4096
 
 
-def mixtral_experts(cfg: MixtralConfig, state: ParallelState) -> MoE:
-    """Make the experts of a block."""
-    return mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
-
-
 class MistralBlock(nn.Module):
     """Compute a block of Mistral or Mixtral. Source: Jiang et al. 2023, 2024.
 
@@ -42,7 +35,10 @@ class MistralBlock(nn.Module):
         self.attention_norm = rms_norm(cfg, state)
         self.attention = attention(cfg, state, window=cfg.sliding_window)
         self.mlp_norm = rms_norm(cfg, state)
-        self.mlp = mixtral_experts(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+        if cfg.has_experts(number):
+            self.mlp: nn.Module = mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

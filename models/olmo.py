@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms behind each branch, and over all queries and all keys of a token; then windows."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -43,9 +44,11 @@ class Olmo2Block(nn.Module):
     x = x + after_mlp(mlp(x))
     """
 
-    def __init__(self, cfg: Olmo2Config, number: int, state: ParallelState) -> None:
+    head_norm: ClassVar[Callable[..., HeadNorm]] = staticmethod(head_norm)
+
+    def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        rotary, window, norm = cfg.rotation(number), cfg.window(number), head_norm(cfg, state)
+        rotary, window, norm = cfg.rotation(number), cfg.window(number), self.head_norm(cfg, state)
         self.attention = attention(cfg, state, qk_norm=norm, rotary=rotary, window=window)
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import Attention, AttentionInputs, GatedDeltaNet
+from ..layers import AttentionInputs, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, Experts, HeadDim, Share, Whole, Width
@@ -71,11 +71,6 @@ def check_mixers(config: LlamaConfig, kinds: Sequence[str], where: str) -> None:
 hybrid_norm = partial(rms_norm, offset=1.0)
 
 
-def gated_attention(cfg: DeltaNetConfig, state: ParallelState) -> Attention:
-    """Make attention behind a gate, with a norm of each head."""
-    return attention(cfg, state, qk_norm=head_rms_norm(cfg, state, offset=1.0), gated=True)
-
-
 def delta_net(cfg: DeltaNetConfig, state: ParallelState) -> GatedDeltaNet:
     """Make the gated delta net of a block."""
     return GatedDeltaNet(
@@ -122,7 +117,9 @@ class QwenHybridBlock(nn.Module):
         if self.recurrent:
             self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
         else:
-            self.attention_norm, self.attention = hybrid_norm(cfg, state), gated_attention(cfg, state)
+            norms = head_rms_norm(cfg, state, offset=1.0)
+            self.attention_norm = hybrid_norm(cfg, state)
+            self.attention = attention(cfg, state, qk_norm=norms, gated=True)
         self.mlp_norm = hybrid_norm(cfg, state)
         self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
 
