@@ -221,19 +221,9 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
         expected = f"ids below the model's vocab_size={vocabulary}"
         raise BadInput("generate", "tokens", expected=expected, found=outside[0])
     check_length(max(map(len, prompts)), most, positions)
-    if model.state.context.size > 1:
-        raise BadInput(
-            "generate",
-            "layout.context",
-            expected="1: one token at a time cannot be cut along the sequence",
-            found=model.state.context.size,
-            todo="Load the weights in the same layout without it",
-        )
-    if model.state.sequence:
-        raise BadInput(
-            "generate",
-            "layout.sequence",
-            expected="false: one token at a time cannot be split along the sequence",
-            found=True,
-            todo="Load the weights in the same layout without it",
-        )
+    of_sequence = {"context": (model.state.context.size, 1), "sequence": (model.state.sequence, False)}
+    for axis, (size, whole) in of_sequence.items():
+        if size != whole:
+            expected = f"{str(whole).lower()}: one token at a time cannot be cut along the sequence"
+            todo = "Load the weights in the same layout without it"
+            raise BadInput("generate", f"layout.{axis}", expected=expected, found=size, todo=todo)

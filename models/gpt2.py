@@ -56,6 +56,11 @@ class GPT2Config(WholeHeadsConfig):
             fields["intermediate_size"] = 4 * fields["hidden_size"]
         return super().prepare(fields, where)
 
+    @property
+    def attention_dropout(self) -> float:
+        """Return the share of attention weights that are dropped."""
+        return self.attn_pdrop
+
 
 NAMES = Names(
     "transformer.h.{i}",
@@ -83,7 +88,7 @@ class GPT2Block(nn.Module):
         super().__init__()
         # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
         small = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
-        options = AttentionOptions(rotary=None, dropout=cfg.attn_pdrop, out_initial=small)
+        options = AttentionOptions(rotary=None, out_initial=small)
         self.attention_norm = layer_norm(cfg, state)
         self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, **options)
         self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, out_initial=small)

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ..layers import AttentionInputs, Dropout, RotaryEmbedding
-from ..parallel_state import ParallelState
+from ..layers import RotaryEmbedding
 from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import NO, YES, Count, DropoutRate, Fixed, key
 from .base.names import Names
-from .base.parts import attention, layer_norm, mlp
+from .base.parts import layer_norm
 from .gpt2 import GPT2Config
+from .phi import PhiBlock
 
 NAMES = Names(
     "transformer.h.{i}",
@@ -51,30 +50,11 @@ class GPTJConfig(GPT2Config):
         self.require(stated is not None, where, "rotary_dim", expected, None)
 
 
-class GPTJBlock(nn.Module):
-    """Compute a block of GPT-J. Source: Wang and Komatsuzaki 2021.
-
-    y = attention_norm(x)                                 * one LayerNorm for both branches
-    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; mlp: biases, no gate, GELU
-    """
-
-    def __init__(self, cfg: GPTJConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, dropout=cfg.attn_pdrop)
-        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        y_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
-        return x_BSD
-
-
 class GPTJ(CausalLM):
-    """Compute GPT-J, or the stage that this pipeline rank holds."""
+    """Compute GPT-J, or the stage that this pipeline rank holds: the blocks are of Phi's form."""
 
     config: GPTJConfig
-    Block = GPTJBlock
+    Block = PhiBlock
     make_norm = staticmethod(layer_norm)
     embedding_dropout = "embd_pdrop"
     biased_head = True

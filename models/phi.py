@@ -47,15 +47,15 @@ class PhiConfig(GPTNeoXConfig):
 
 
 class PhiBlock(nn.Module):
-    """Compute a block of Phi. Source: Gunasekar et al. 2023.
+    """Compute a block of Phi or GPT-J. Source: Gunasekar et al. 2023; Wang and Komatsuzaki 2021.
 
     y = attention_norm(x)                                 * one LayerNorm for both branches
-    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases; mlp: no gate, GELU
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases (GPT-J: of mlp alone); GELU
     """
 
-    def __init__(self, cfg: PhiConfig, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
-        norm = head_norm(cfg, state) if cfg.qk_layernorm else None
+        norm = head_norm(cfg, state) if getattr(cfg, "qk_layernorm", False) else None
         self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state, qk_norm=norm)
         self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
 

@@ -6,7 +6,7 @@ plan. A test compares both. Times, what arrives when, and what is held all follo
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from ..parallel_state import BadInput, Layout
@@ -119,11 +119,6 @@ def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool =
     return order.actions
 
 
-def interleaved_apart(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
-    """Return ``interleaved`` with backwards in two parts."""
-    return interleaved(ranks, stages, count, rank, apart=True)
-
-
 def zbv(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return ZB-V (Qi et al. 2023, section 6) over the two stages of a rank on a V."""
     order, down, up = _Order(), rank, stages - 1 - rank
@@ -200,7 +195,7 @@ ORDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
-    "interleaved-zero-bubble": interleaved_apart,
+    "interleaved-zero-bubble": partial(interleaved, apart=True),
     "zbv": zbv,
     "dualpipev": dualpipev,
 }
