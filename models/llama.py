@@ -187,15 +187,16 @@ def decoder(block: type[nn.Module], base: type[RotaryDecoder] = RotaryDecoder, *
 
 
 class LlamaBlock(nn.Module):
-    """Compute a block of Llama: a norm before each branch. Source: Touvron et al. 2023.
+    """Compute a block of Llama or SmolLM 3: a norm before each branch. Source: Touvron et al. 2023.
 
-    x = x + attention(attention_norm(x))
+    x = x + attention(attention_norm(x))    * SmolLM 3: no rotation in every fourth block
     x = x + mlp(mlp_norm(x))
     """
 
     def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state)
+        rotary = cfg.rotation(number)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -4,19 +4,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ..layers import AttentionInputs
-from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import Factor, Whole
-from .base.parts import attention, gated_mlp, rms_norm
-from .llama import LLAMA_NAMES, decoder
+from .llama import LLAMA_NAMES, Llama
 from .qwen import NoWindowsConfig
 
 
 class SmolLM3Config(NoWindowsConfig):
-    """List the fields of a SmolLM 3 config.json.
+    """List the fields of a SmolLM 3 config.json; its blocks are Llama's.
 
     ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
     """
@@ -45,23 +41,4 @@ class SmolLM3Config(NoWindowsConfig):
         return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}
 
 
-class SmolLM3Block(nn.Module):
-    """Compute a block of SmolLM 3.
-
-    x = x + attention(attention_norm(x))    * no rotation in every fourth block
-    x = x + mlp(mlp_norm(x))
-    """
-
-    def __init__(self, cfg: SmolLM3Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        rotary = cfg.rotation(number)
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, decoder(SmolLM3Block), LLAMA_NAMES)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, Llama, LLAMA_NAMES)
