@@ -18,7 +18,7 @@ class Parent(LlamaConfig):
 
     hidden_act: str = key("activation", default="silu")
     rope_theta: float = key("base", "rope_theta", default=1e4)
-    window: int | None = 7
+    span: int | None = 7
     kinds: tuple[str, ...] = ()
 
 
@@ -52,6 +52,6 @@ def test_all_keys_of_a_field_are_read_and_the_first_is_written():
 
 
 def test_null_is_a_value_where_the_type_has_none_and_else_as_if_absent():
-    child = Parent.from_hf(LLAMA | {"window": None, "kinds": None, "activation": None})
-    assert (child.window, child.kinds, child.hidden_act) == (None, (), "silu")
+    child = Parent.from_hf(LLAMA | {"span": None, "kinds": None, "activation": None})
+    assert (child.span, child.kinds, child.hidden_act) == (None, (), "silu")
     assert Parent.from_hf(LLAMA | {"kinds": ["a"]}).kinds == ("a",)
