@@ -21,7 +21,19 @@ from .host_numbers import HostNumbers
 from .parallel_linear import refuse_state
 
 
-class RMSNorm(DeclaredModule):
+class _Norm(DeclaredModule):
+    weight: nn.Parameter
+
+    def __init__(self, dim: int, eps: float, state: ParallelState | None) -> None:
+        super().__init__()
+        refuse_state(eps, type(self).__name__, "eps")
+        self.dim, self.eps, self.state = dim, eps, alone_or(state)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
     """Compute ``x / rms(x) * (offset + weight)`` over the last dim, in at least fp32.
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. With ``offset`` 1 (Gemma)
@@ -29,8 +41,6 @@ class RMSNorm(DeclaredModule):
     Its gradient is partial if the tokens are split over the tensor axis, and always if each rank normalises
     its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
     """
-
-    weight: nn.Parameter
 
     def __init__(
         self,
@@ -41,10 +51,8 @@ class RMSNorm(DeclaredModule):
         heads: bool = False,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        refuse_state(eps, "RMSNorm", "eps")
-        self.dim, self.eps, self.offset = dim, eps, offset
-        self.state = alone_or(state)
+        super().__init__(dim, eps, state)
+        self.offset = offset
         _declare_norm(self, "weight", dim, 1.0 - offset, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,18 +64,14 @@ class RMSNorm(DeclaredModule):
         inner = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(inner), (self.dim,), self.offset + weight.to(inner), self.eps).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}"
 
-
-class LayerNorm(DeclaredModule):
+class LayerNorm(_Norm):
     """Apply ``nn.LayerNorm`` over the last dim; weight and bias are whole on every rank.
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Some families have no
     ``bias`` (Cohere). ``heads``: each rank normalises its own heads (B, H, S, E), as with ``RMSNorm`` (Phi).
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -79,9 +83,7 @@ class LayerNorm(DeclaredModule):
         heads: bool = False,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        refuse_state(eps, "LayerNorm", "eps")
-        self.dim, self.eps, self.state = dim, eps, alone_or(state)
+        super().__init__(dim, eps, state)
         _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
         _declare_norm(self, "bias", dim if bias else None, 0.0, self.state, heads=heads)
 
@@ -89,9 +91,6 @@ class LayerNorm(DeclaredModule):
         """Return the normalised ``x``, of the same shape."""
         bias = None if self.bias is None else local(self.bias)
         return F.layer_norm(x, (self.dim,), local(self.weight), bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}"
 
 
 class _HeadsNorm(DeclaredModule):

@@ -48,18 +48,13 @@ class GPT2Config(WholeHeadsConfig):
     tie_word_embeddings: bool = True
     resid_pdrop: DropoutRate = 0.1
     embd_pdrop: DropoutRate = 0.1
-    attn_pdrop: DropoutRate = 0.1
+    attention_dropout: DropoutRate = key("attn_pdrop", default=0.1)
 
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
         if fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
             fields["intermediate_size"] = 4 * fields["hidden_size"]
         return super().prepare(fields, where)
-
-    @property
-    def attention_dropout(self) -> float:
-        """Return the share of attention weights that are dropped."""
-        return self.attn_pdrop
 
 
 NAMES = Names(

@@ -40,7 +40,7 @@ class GPTJConfig(GPT2Config):
     tie_word_embeddings: bool = False
     resid_pdrop: DropoutRate = 0.0
     embd_pdrop: DropoutRate = 0.0
-    attn_pdrop: DropoutRate = 0.0
+    attention_dropout: DropoutRate = 0.0
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)

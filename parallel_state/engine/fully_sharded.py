@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -75,21 +75,29 @@ def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
     """Keep the weights of these modules as they are meanwhile, whatever FSDP's hooks ask for: what is whole
     stays whole, and nothing is gathered.
     """
-    groups = [*_groups(modules)]
-    # ``watched`` puts its own methods there.
-    before = [{name: vars(group).get(name) for name in ("unshard", "reshard")} for group in groups]
-    for group in groups:
-        group.unshard = group.reshard = _do_nothing
+
+    def do_nothing(async_op: bool = False) -> None:
+        """Stand in for two methods of FSDP's group."""
+
+    with _replaced([*_groups(modules)], ("unshard", "reshard"), lambda group, name: do_nothing):
+        yield
+
+
+@contextmanager
+def _replaced(
+    groups: Sequence[Any], names: Iterable[str], method: Callable[[Any, str], Callable[..., None]]
+) -> Iterator[None]:
+    """Put ``method(group, name)`` in the place of these methods of FSDP's groups meanwhile."""
+    places = [(group, name, vars(group).get(name)) for group in groups for name in names]
+    for group, name, _ in places:
+        setattr(group, name, method(group, name))
     try:
         yield
     finally:
-        for group, methods in zip(groups, before, strict=True):
-            del group.unshard, group.reshard
-            vars(group).update({name: method for name, method in methods.items() if method is not None})
-
-
-def _do_nothing(async_op: bool = False) -> None:
-    """Stand in for two methods of FSDP's group."""
+        for group, name, before in places:
+            delattr(group, name)
+            if before is not None:  # another one of these contexts' own
+                setattr(group, name, before)
 
 
 @contextmanager
@@ -103,24 +111,18 @@ def watched(
     ``parameters``: the shards and the whole ones that this is about.
     """
     kinds = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "post_backward": "reduce_scatter"}
-    groups = [*_groups(modules)]
 
-    def inside(call: Callable[..., None], kind: str, group: Any) -> Callable[..., None]:
+    def inside(group: Any, name: str) -> Callable[..., None]:
+        call = getattr(group, name)
+
         def work(*arguments: Any) -> None:
-            with watch(kind, _parameters(group)):
+            with watch(kinds[name], _parameters(group)):
                 call(*arguments)
 
         return work
 
-    for group in groups:
-        for name, kind in kinds.items():
-            setattr(group, name, inside(getattr(group, name), kind, group))
-    try:
+    with _replaced([*_groups(modules)], kinds, inside):
         yield
-    finally:
-        for group in groups:
-            for name in kinds:
-                delattr(group, name)
 
 
 @contextmanager
