@@ -14,7 +14,7 @@ from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
 from .base.names import Names
-from .base.parts import attention, layer_norm, mlp
+from .base.parts import AttentionOptions, attention, layer_norm, mlp
 from .gpt2 import WholeHeadsConfig
 
 #: The first position's row; those before it are no token's.
@@ -63,8 +63,8 @@ class OPTConfig(WholeHeadsConfig):
     initializer_range: float = key("init_std", default=0.02, ge=0, le=10)
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True
-    enable_bias: bool = True
-    dropout: DropoutRate = 0.1
+    use_bias: bool = key("enable_bias", default=True)
+    residual_dropout: DropoutRate = key("dropout", default=0.1)
     attention_dropout: DropoutRate = 0.0
 
     @classmethod
@@ -72,6 +72,14 @@ class OPTConfig(WholeHeadsConfig):
         if fields.get("word_embed_proj_dim") is None:
             fields["word_embed_proj_dim"] = fields.get("hidden_size")
         return super().prepare(fields, where)
+
+    def window(self, number: int) -> int | None:
+        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
+        return None
+
+    def rotation(self, number: int) -> str | None:
+        """Return the name of the rotation in block ``number``, if its heads are rotated."""
+        return None
 
     @property
     def embedding_width(self) -> int:
@@ -95,19 +103,20 @@ class ProjectedNorm(nn.Module):
 
 
 class OPTBlock(nn.Module):
-    """Compute a block of OPT. Source: Zhang et al. 2022.
+    """Compute a block of OPT or StarCoder 2. Source: Zhang et al. 2022; Lozhkov et al. 2024.
 
-    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
-    x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU
+    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation (StarCoder 2: a window); LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU (StarCoder 2: GELU)
     """
 
-    def __init__(self, cfg: OPTConfig, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias = cfg.enable_bias
+        bias = cfg.use_bias
+        options = AttentionOptions(rotary=cfg.rotation(number), window=cfg.window(number))
         self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=None)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
         self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
-        self.dropout = Dropout(cfg.dropout, state=state)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))

@@ -106,7 +106,7 @@ class Phi3Config(PartialRotaryConfig):
     max_position_embeddings: Whole = 4096
     original_max_position_embeddings: Whole = 4096
     rms_norm_eps: Epsilon = 1e-5
-    resid_pdrop: DropoutRate = 0.0
+    residual_dropout: DropoutRate = key("resid_pdrop", default=0.0)
     embd_pdrop: DropoutRate = 0.0
     sliding_window: Whole | None = None
 
@@ -121,18 +121,19 @@ class Phi3Config(PartialRotaryConfig):
 
 
 class Phi3Block(nn.Module):
-    """Compute a block of Phi 3, 3.5 or 4.
+    """Compute a block of Phi 3, 3.5 or 4, or of Seed-OSS.
 
-    x = x + dropout(attention(attention_norm(x)))    * a window
+    x = x + dropout(attention(attention_norm(x)))    * a window; Seed-OSS: none, biases on q, k, v
     x = x + dropout(mlp(mlp_norm(x)))
     """
 
-    def __init__(self, cfg: Phi3Config, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, window=cfg.sliding_window)
+        out_bias = getattr(cfg, "attention_out_bias", None)
+        self.attention = attention(cfg, state, out_bias=out_bias, window=cfg.window(number))
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))

@@ -3,18 +3,14 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs, Dropout
-from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import DropoutRate, HeadDim, Whole
-from .base.parts import attention, gated_mlp, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .phi import Phi3Block
 
 
 class SeedOssConfig(LlamaConfig):
-    """List the fields of a Seed-OSS config.json.
+    """List the fields of a Seed-OSS config.json; its blocks are of Phi 3's form.
 
     ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
     """
@@ -31,24 +27,4 @@ class SeedOssConfig(LlamaConfig):
     residual_dropout: DropoutRate = 0.1
 
 
-class SeedOssBlock(nn.Module):
-    """Compute a block of Seed-OSS.
-
-    x = x + dropout(attention(attention_norm(x)))    * biases on queries, keys and values
-    x = x + dropout(mlp(mlp_norm(x)))
-    """
-
-    def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, out_bias=cfg.attention_out_bias)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
-
-
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, decoder(SeedOssBlock), LLAMA_NAMES)
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, decoder(Phi3Block), LLAMA_NAMES)

@@ -3,20 +3,18 @@
 from typing import ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ..layers import AttentionInputs, Dropout
-from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
-from .base.parts import attention, layer_norm, mlp
+from .base.parts import layer_norm
 from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .opt import OPTBlock
 
 NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 
 class Starcoder2Config(LlamaConfig):
-    """List the fields of a StarCoder 2 config.json."""
+    """List the fields of a StarCoder 2 config.json; its blocks are OPT's, rotated and with a window."""
 
     FIXED: ClassVar[Fixed] = {
         # use_bias and norm_epsilon say it
@@ -37,31 +35,10 @@ class Starcoder2Config(LlamaConfig):
     embedding_dropout: DropoutRate = 0.0
 
 
-class Starcoder2Block(nn.Module):
-    """Compute a block of StarCoder 2. Source: Lozhkov et al. 2024.
-
-    x = x + dropout(attention(attention_norm(x)))    * LayerNorm; biases, a window
-    x = x + dropout(mlp(mlp_norm(x)))                * biases, no gate, GELU
-    """
-
-    def __init__(self, cfg: Starcoder2Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        bias, window = cfg.use_bias, cfg.sliding_window
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, window=window)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
-
-
 STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     Starcoder2Config,
-    decoder(Starcoder2Block, make_norm=layer_norm, embedding_dropout="embedding_dropout"),
+    decoder(OPTBlock, make_norm=layer_norm, embedding_dropout="embedding_dropout"),
     NAMES,
 )
