@@ -21,6 +21,7 @@ from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids, padded_vocabulary
 from .loss import IGNORE, LossTerms, logits_gradient, token_losses
+from .rounds import rounds
 
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
 LOGITS = 64 * 2**20
@@ -56,7 +57,7 @@ class _Chunked(torch.autograd.Function):
         dw_VD = unwritten(w_VD, dtype=sums) if wanted[1] else None
         db_V = w_VD.new_zeros(len(w_VD), dtype=scale.dtype) if wanted[2] else None
         loss = torch.zeros_like(scale)
-        for start in range(0, len(y_N), chunk):
+        for start in rounds(range(0, len(y_N), chunk)):
             x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
             part = torch.mm(x_CD, w_VD.t(), out=logits_CV[: len(y_C)])
             if bias is not None:

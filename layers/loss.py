@@ -6,7 +6,7 @@ in the cache: nothing else of the logits' size exists. Compiled, each reading is
 N tokens  V columns of this rank
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -19,6 +19,7 @@ from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .compile import or_plain
 from .embedding import check_ids, padded_vocabulary
+from .rounds import rounds
 
 IGNORE = -100
 #: Numbers that are computed at once: 4 MB in fp32 on a CPU, 32 MB on another device.
@@ -127,8 +128,10 @@ def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
         return torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros
     if terms.compiled and not torch.compiler.is_compiling():
         return cast(tuple[Tensor, Tensor, Tensor], _compiled(_row_sums)(x, *settings))
-    top, total, spread = zip(*(_row_sums(x[rows], *settings) for rows in _blocks(x)), strict=True)
-    return torch.cat(top), torch.cat(total), torch.cat(spread)
+    top, total, spread = (x.new_zeros(len(x), dtype=_inner(x)) for _ in range(3))
+    for rows in rounds(_blocks(x)):
+        _row_sums(x[rows], *settings, (top[rows], total[rows], spread[rows]))
+    return top, total, spread
 
 
 def _write(
@@ -138,16 +141,19 @@ def _write(
     if terms.compiled and not torch.compiler.is_compiling():
         _compiled(_write_rows)(out, x, top, factor, uniform, terms.logit_cap)
         return
-    for rows in _blocks(out):
+    for rows in rounds(_blocks(out)):
         x_here, uniform_here = (None if tensor is None else tensor[rows] for tensor in (x, uniform))
         _write_rows(out[rows], x_here, top[rows], factor[rows], uniform_here, terms.logit_cap)
 
 
-def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _row_sums(
+    x: Tensor, cap: float | None, spread: bool, into: Sequence[Tensor | None] = (None,) * 3
+) -> tuple[Tensor, Tensor, Tensor]:
     y, _ = _bounded(x, cap)
-    top, total = y.amax(-1), y.sum(-1) if spread else None
+    top = torch.amax(y, -1, out=into[0])
+    logits = torch.sum(y, -1, out=into[2]) if spread else torch.zeros_like(top)
     shifted = y - top.unsqueeze(-1) if _is_logits(y, x, cap) else y.sub_(top.unsqueeze(-1))
-    return top, shifted.exp_().sum(-1), torch.zeros_like(top) if total is None else total
+    return top, torch.sum(shifted.exp_(), -1, out=into[1]), logits
 
 
 def _write_rows(
@@ -200,15 +206,11 @@ def _inner(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rows_at_once(columns: int, *, gpu: bool) -> int:
-    """Return how many rows of so many logits are computed at once."""
-    return max((_BLOCK if gpu else BLOCK_ON_CPU) // max(columns, 1), 1)
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> list[slice]:
     """Cut the rows into blocks of so many numbers as are computed at once."""
-    count = rows_at_once(x.shape[-1], gpu=not accelerator.is_host(x.device))
-    return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
+    numbers = BLOCK_ON_CPU if accelerator.is_host(x.device) else _BLOCK
+    count = max(numbers // max(x.shape[-1], 1), 1)
+    return [slice(start, start + count) for start in range(0, max(len(x), 1), count)]
 
 
 @lru_cache(maxsize=16)

@@ -26,6 +26,8 @@ _SCATTERING = _aten(
 )
 #: Whose first argument is written and not read.
 _OVERWRITING = _aten("copy_", "fill_", "zero_", "bernoulli_")
+#: Of whose first argument the form alone is read.
+_LIKE = _aten(*("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "rand_like"))
 #: What no compiler fuses with operators around it, beside what multiplies matrices, and scatters.
 _ALONE = _aten(
     *("sort", "argsort", "topk", "bincount", "histc", "cumsum", "cumprod", "nonzero", "multinomial"),
@@ -75,7 +77,7 @@ class Facts(NamedTuple):
         """Return parts as large as what a call reads, of those that it is given."""
         if self.name in _GATHERING:  # of the first one as much as it gives
             return [*inputs[1:], *made]
-        return inputs[1:] if self.name in _OVERWRITING else inputs
+        return inputs[1:] if self.name in _OVERWRITING | _LIKE else inputs
 
     def moved(self, inputs: list[Part], made: list[Part]) -> int:
         """Return the bytes that a call reads and writes."""

@@ -22,7 +22,7 @@ from ..layers import (
     checkpoint_blocks,
 )
 from ..parallel_state import ParallelState, declarations
-from .loss_traces import LossTraces, output_of
+from .loss_trace import loss_trace, output_of
 from .micro_batch import MicroBatch
 from .piece import InTwo, Piece
 from .recorder import Recorder, noted
@@ -60,7 +60,6 @@ class ModelPieces:
     ) -> None:
         self.model, self.state, self._among = model, state, among
         self._known: dict[object, Piece] = {}
-        self._losses = LossTraces(model, state)
 
     def _piece(
         self,
@@ -92,7 +91,8 @@ class ModelPieces:
                 if number > most:
                     few, longer = (of_few(n).under(mode, in_two=in_two) for n in (most - 1, most))
                     # Another row may take other operators, another rank takes more of the same.
-                    alike = of_few is of_ranks or len(few.steps) == len(longer.steps)
+                    same = len(few.steps) == len(longer.steps) and not longer.sliced
+                    alike = same or of_few is of_ranks
                     if alike and (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
                         return extended
             with shapes_only([block], batch), self._under(block, mode):
@@ -182,9 +182,10 @@ class ModelPieces:
 
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
+        batch = replace(batch, rows=1, length=batch.count)  # it reads tokens, whatever rows they are in
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            return self._losses.take(replace(batch, rows=1, length=batch.count), chunk, sums)
+            return loss_trace(self.model, self.state, batch, chunk, sums)
 
         return self._piece(("loss", batch, chunk, sums), take, what="loss")
 

@@ -1,12 +1,13 @@
 """Note what operators without numbers make, keep, send and compute."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..layers.rounds import watched_rounds
 from ..parallel_state.engine import tensors_in
 from ..parallel_state.process_groups import STAND_IN
 from .forms import remembered
@@ -106,8 +107,8 @@ class Recorder(LiveBytes):
 
     ``weights``: whether weights are trained, by their storages. ``steps``: each operator that
     starts a kernel, each collective, and the names of what is neither, in order, first of all nothing;
-    ``after``: the bytes after each of them that were made while it was entered. A number that the host reads
-    is 0.
+    ``after``: the bytes after each of them that were made while it was entered. ``sliced``: whether there was
+    a loop of ``rounds``, of which three run. A number that the host reads is 0.
     """
 
     def __init__(self, weights: Mapping[torch.UntypedStorage, bool] | None = None) -> None:
@@ -115,6 +116,8 @@ class Recorder(LiveBytes):
         self.phase: Phase = "forward"
         self.steps: list[Step] = [""]
         self.after = [0]
+        self.sliced = False
+        self._watched = watched_rounds(self._few)
         #: Whether a weight is trained, by its storage and those of casts of it.
         self._trained = dict[object, bool]((weights or {}).items())
         self._chain: _Chain | None = None
@@ -122,6 +125,30 @@ class Recorder(LiveBytes):
     @property
     def collectives(self) -> list[Collective]:
         return [step for step in self.steps if isinstance(step, Collective)]
+
+    def __enter__(self) -> Any:
+        self._watched.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._watched.__exit__(*raised)
+
+    def _few(self, rounds: Sequence[Any]) -> Iterator[Any]:
+        """Yield the first, the second and the last of the rounds; the second stands for those between.
+
+        What the first one leaves in variables is there from the second one on.
+        """
+        self.sliced, last = True, len(rounds) - 1
+        self.end_chain()  # no kernel is of several rounds
+        for number in sorted({0, min(1, last), last}):
+            start = len(self.steps)
+            yield rounds[number]
+            self.end_chain()
+            if number == 1:
+                self.at += (len(self.steps) - start) * max(last - 2, 0)
+                self.steps += self.steps[start:] * max(last - 2, 0)
+                self.after += self.after[start:] * max(last - 2, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

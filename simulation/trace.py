@@ -50,6 +50,8 @@ class Trace:
     second_with_gradient: int = 0
     second_with_gradients: int = 0
     freed: int = 0
+    #: Whether the number of its operators depends on the sizes of tensors.
+    sliced: bool = False
     #: What ran before each instant of the forward, then of the backward: what is counted, or its name.
     steps: Sequence[Step] = field(default=(), repr=False)
     #: The bytes of which some of these are the most, after each operator, by their names.
@@ -119,10 +121,10 @@ def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
                 for number in range(rounds):
                     sizes += [size + before + number * each for size in of_more[j:until]]
     whole: dict[str, Any] = {
-        name: larger(size, vars(longer)[name]) for name, size in vars(few).items() if isinstance(size, int)
+        name: larger(size, vars(longer)[name]) for name, size in vars(few).items() if type(size) is int
     }
     whole |= {name: max(values) for name, values in instants.items() if values}
-    return Trace(**whole, steps=tuple(steps), instants=instants)
+    return Trace(**whole, sliced=longer.sliced, steps=tuple(steps), instants=instants)
 
 
 def _parts(few: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, int, int, int]] | None:

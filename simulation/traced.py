@@ -119,7 +119,8 @@ def trace(
     recorder.end_chain()
     sizes |= {name: max(values, default=0) for name, values in instants.items()}
     own = sum(weight.nbytes for weight in parameters)
-    return Trace(**sizes, weights=own, steps=tuple(recorder.steps), instants=instants)
+    steps = tuple(recorder.steps)
+    return Trace(**sizes, weights=own, sliced=recorder.sliced, steps=steps, instants=instants)
 
 
 def _in_backward(

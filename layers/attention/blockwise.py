@@ -8,7 +8,7 @@ Sources: Milakov and Gimelshein 2018; Dao et al. 2022 (FlashAttention), whose ba
 whole's output and log-sum.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ...parallel_state import engine
 from ..autocast import without_autocast
+from ..rounds import rounds
 from .scores import ScoreBias, Scores, add_sinks, sinks_gradient
 
 #: Scores that are written out at once where no fused operator computes the block.
@@ -68,15 +69,17 @@ def attend(
         )
         return out[..., : v.shape[-1]].to(inner), log_sums.to(inner)
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
-    outs, sums = [], []
-    for rows, dropped in _slices(q_BHQE, k, options):
+    log_sums = k.new_empty(q_BHQE.shape[:3])
+    out, drop = k.new_empty((*log_sums.shape, v.shape[-1])), _Drop(q_BHQE, k, options)
+    for rows in rounds(_slices(q_BHQE, k)):
         scores = _seen(_scores(q_BHQE[:, :, rows].to(inner), k, options), options, rows)
-        log_sums = scores.logsumexp(-1)
-        weights = (scores - log_sums.masked_fill(log_sums.isneginf(), 0.0).unsqueeze(-1)).exp()
-        outs.append(_fold(weights if dropped is None else weights * dropped, k) @ v)
-        outs[-1] = outs[-1].view(*log_sums.shape, -1)
-        sums.append(log_sums)
-    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums.masked_fill(sums.isneginf(), 0.0).unsqueeze(-1)).exp()
+        dropped = drop(rows)
+        rest = _fold(weights if dropped is None else weights * dropped, k) @ v
+        out[:, :, rows] = rest.view(*sums.shape, -1)
+        log_sums[:, :, rows] = sums
+    return out, log_sums
 
 
 @without_autocast
@@ -105,15 +108,16 @@ def attend_backward(
         dk, dv = (t.unflatten(1, groups).sum(2, dtype=inner) for t in (dk, dv))
         return dq.to(inner), dk, dv
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
-    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for rows, dropped in _slices(q_BHQE, k, options):
+    dq, dk, dv = q_BHQE.new_empty(q_BHQE.shape, dtype=inner), torch.zeros_like(k), torch.zeros_like(v)
+    drop = _Drop(q_BHQE, k, options)
+    for rows in rounds(_slices(q_BHQE, k)):
         q, dout = q_BHQE[:, :, rows].to(inner), grad[:, :, rows].to(inner)
         scores = _scores(q, k, options)
         # The derivative of the cap: 1 - tanh^2, before what is not seen becomes infinite.
         slope = None if options.soft_cap is None else 1 - (scores / options.soft_cap) ** 2
         weights = (_seen(scores, options, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
         dweights = (_fold(dout, k) @ v.transpose(-1, -2)).view_as(weights)
-        kept_weights = weights
+        kept_weights, dropped = weights, drop(rows)
         if dropped is not None:
             kept_weights, dweights = weights * dropped, dweights * dropped
         dv += _fold(kept_weights, k).transpose(-1, -2) @ _fold(dout, k)
@@ -121,8 +125,8 @@ def attend_backward(
         dscores = weights * (dweights - rest) * options.scale
         dscores = _fold(dscores if slope is None else dscores * slope, k)
         dk += dscores.transpose(-1, -2) @ _fold(q, k)
-        dqs.append((dscores @ k).view_as(q))
-    return torch.cat(dqs, dim=2), dk, dv
+        dq[:, :, rows] = (dscores @ k).view_as(q)
+    return dq, dk, dv
 
 
 def blockwise_attention(
@@ -234,18 +238,26 @@ def _hide(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor
     return scores
 
 
-def _slices(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield slices of query rows whose scores fit in memory, each with its dropout: 0, or 1 / (1 - p)."""
+def _slices(q: Tensor, k: Tensor) -> list[slice]:
+    """Return slices of query rows whose scores fit in memory."""
     batch, heads, queries, _ = q.shape
     each = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
-    generator = None  # a device without numbers has none
-    if options.dropout and engine.accelerator.has_numbers(q.device):
-        generator = torch.Generator(q.device).manual_seed(options.seed)
-    for start in range(0, queries, each):
-        rows = slice(start, min(start + each, queries))
-        dropped = None
-        if options.dropout:
-            shape = (batch, heads, rows.stop - rows.start, k.shape[2])
-            drawn = torch.rand(shape, generator=generator, device=q.device)
-            dropped = (drawn >= options.dropout).to(k.dtype) / (1 - options.dropout)
-        yield rows, dropped
+    return [slice(start, min(start + each, queries)) for start in range(0, queries, each)]
+
+
+class _Drop:
+    """Draw the dropout of slices of query rows, one after the other: 0, or 1 / (1 - p)."""
+
+    def __init__(self, q: Tensor, k: Tensor, options: BlockAttentionOptions) -> None:
+        self._q, self._k, self._dropout = q, k, options.dropout
+        self._generator = None  # a device without numbers has none
+        if options.dropout and engine.accelerator.has_numbers(q.device):
+            self._generator = torch.Generator(q.device).manual_seed(options.seed)
+
+    def __call__(self, rows: slice) -> Tensor | None:
+        """Return what the weights of these rows are multiplied by; ``None`` without dropout."""
+        if not self._dropout:
+            return None
+        shape = (*self._q.shape[:2], rows.stop - rows.start, self._k.shape[2])
+        drawn = torch.rand(shape, generator=self._generator, device=self._q.device)
+        return (drawn >= self._dropout).to(self._k.dtype) / (1 - self._dropout)

@@ -1,4 +1,4 @@
-"""Traces of more rows and tokens follow from those of few; a seeded fault changes what is traced."""
+"""Traces of more rows and rounds follow from those of few; a seeded fault changes what is traced."""
 
 import random
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 from support.configs import MODELS
 from trilith.layers import RowParallelLinear, leave_tensor
+from trilith.layers.attention import blockwise
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
 from trilith.simulation import forms, pieces
-from trilith.simulation.loss_traces import LossTraces
+from trilith.simulation.loss_trace import loss_trace
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
@@ -145,21 +146,54 @@ def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
         assert family in RECURRENT or of_more_rounds(*few, layout.context - 4) == whole
 
 
+def all_rounds(recorder, rounds):
+    recorder.sliced = True
+    recorder.end_chain()
+    for each in rounds:
+        yield each
+        recorder.end_chain()
+
+
+def assert_few_rounds_stand_for_all(take, monkeypatch):
+    """``take`` returns a trace of a loop of many rounds, of which a recorder runs few."""
+    few = take()
+    monkeypatch.setattr(Recorder, "_few", all_rounds)
+    whole = take()
+    assert few == whole and few.instants == whole.instants and few.sliced
+
+
 CHUNKS = [(0, 2048), (1024, 1024), (100_000, 1024), (1280, 2560), (256, 2000)]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
 @pytest.mark.parametrize(("chunk", "tokens"), CHUNKS, ids=str)
 @pytest.mark.parametrize("size", ["llama-3.2-1b", "gemma-2-2b"])
-def test_a_long_loss_follows_from_few_rows_and_chunks(size, chunk, tokens, layout, monkeypatch):
-    size, batch, steps = published_size(size), MicroBatch(1, tokens, 2, gpu=True), []
+def test_a_long_loss_is_traced_from_few_rows_and_chunks(size, chunk, tokens, layout, monkeypatch):
+    size, batch = published_size(size), MicroBatch(1, tokens, 2, gpu=True)
     sample = sampled(size.family, size.config, layout).pieces
-    losses = LossTraces(sample.model, sample.state)
-    whole, take = losses._trace(batch, chunk, 4), losses._trace
-    monkeypatch.setattr(losses, "_trace", lambda *asked: steps.append(take(*asked)) or steps[-1])
-    extended = losses.take(batch, chunk, 4)
-    assert extended == whole and extended.instants == whole.instants
-    assert max(len(each.steps) for each in steps) < len(whole.steps)
+    assert_few_rounds_stand_for_all(
+        lambda: loss_trace(sample.model, sample.state, batch, chunk, 4), monkeypatch
+    )
+
+
+SLICED = [("gemma2", {}), ("gemma2", {"context": 2, "ring": True}), ("gpt_oss", {})]
+SLICED += [("falcon-rw", {"tensor": 2, "sequence": True})]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize(("mode", "in_two"), [("none", False), ("none", True), ("selective", False)])
+@pytest.mark.parametrize(("model", "axes"), SLICED, ids=str)
+def test_attention_is_traced_from_few_slices_of_its_scores(model, axes, mode, in_two, gpu, monkeypatch):
+    monkeypatch.setattr(blockwise, "_AT_ONCE", 2**14)
+    layout = Layout.of(**axes)
+    state = ParallelState.stand_in(layout) if axes else ParallelState.alone()
+    made = model_of(model, state, "meta")
+    block, batch = made.layers["0"], MicroBatch(5, 96 // layout.context, 2, gpu=gpu)
+
+    def take():
+        return ModelPieces(made, state).block(block, batch, reached=True).under(mode, in_two=in_two)
+
+    assert_few_rounds_stand_for_all(take, monkeypatch)
 
 
 def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():

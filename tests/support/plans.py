@@ -13,7 +13,6 @@ from trilith.parallel_state import ParallelState
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.simulation.piece import Piece
 from trilith.simulation.pieces import ModelPieces
-from trilith.simulation.trace import Trace
 
 from support.short_training import Case, model_of
 
@@ -94,11 +93,11 @@ def added(collectives: Iterable[Traffic]) -> Totals:
 
 
 #: What pieces of models that are built and cut alike remember.
-_TRACED: dict[object, tuple[dict[object, Piece], dict[object, Trace]]] = {}
+_TRACED: dict[object, dict[object, Piece]] = {}
 
 
 def shared_pieces(alike: object, model: CausalLM, state: ParallelState) -> ModelPieces:
     """Return pieces that remember the traces of others: of models built alike and cut into equal blocks."""
     pieces = ModelPieces(model, state)
-    pieces._known, pieces._losses._known = _TRACED.setdefault((alike, state.layout.block_cut), ({}, {}))
+    pieces._known = _TRACED.setdefault((alike, state.layout.block_cut), {})
     return pieces
