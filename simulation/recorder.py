@@ -146,9 +146,10 @@ class Recorder(LiveBytes):
             yield rounds[number]
             self.end_chain()
             if number == 1:
-                self.at += (len(self.steps) - start) * max(last - 2, 0)
-                self.steps += self.steps[start:] * max(last - 2, 0)
-                self.after += self.after[start:] * max(last - 2, 0)
+                steps, after, again = self.steps[start:], self.after[start:], max(last - 2, 0)
+                self.at += len(steps) * again
+                self.steps += steps * again
+                self.after += after * again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
