@@ -31,7 +31,8 @@ class PublishedRun:
     ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
     ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``gibibytes``: reported
     memory, which ``counts`` what is allocated or reserved; ``differs``: what their program keeps and the plan
-    has not, or the other way round, ``named`` GiB more in all. ``assumed``: what the source does not say.
+    has not, or the other way round, ``named`` GiB more in all. ``loss_chunk``: tokens whose logits exist at
+    once; 0 for all. ``assumed``: what the source does not say.
     """
 
     source: str

@@ -89,10 +89,12 @@ class ModelPieces:
             ranks = 1 if self._among is None else self.state.context.size
             for of_few, number, most in ((of_rows, batch.rows, _FEW_ROWS), (of_ranks, ranks, _FEW_RANKS)):
                 if number > most:
-                    few, longer = (of_few(n).under(mode, in_two=in_two) for n in (most - 1, most))
+                    few = of_few(most - 1).under(mode, in_two=in_two)
+                    if of_few is of_rows and few.sliced:  # the more rows, the more slices
+                        continue
+                    longer = of_few(most).under(mode, in_two=in_two)
                     # Another row may take other operators, another rank takes more of the same.
-                    same = len(few.steps) == len(longer.steps) and not longer.sliced
-                    alike = same or of_few is of_ranks
+                    alike = of_few is of_ranks or len(few.steps) == len(longer.steps)
                     if alike and (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
                         return extended
             with shapes_only([block], batch), self._under(block, mode):

@@ -76,8 +76,8 @@ def attend(
         sums = scores.logsumexp(-1)
         weights = (scores - sums.masked_fill(sums.isneginf(), 0.0).unsqueeze(-1)).exp()
         dropped = drop(rows)
-        rest = _fold(weights if dropped is None else weights * dropped, k) @ v
-        out[:, :, rows] = rest.view(*sums.shape, -1)
+        weighted = _fold(weights if dropped is None else weights * dropped, k) @ v
+        out[:, :, rows] = weighted.view(*sums.shape, -1)
         log_sums[:, :, rows] = sums
     return out, log_sums
 

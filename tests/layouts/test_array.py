@@ -29,7 +29,7 @@ def first_runs(part):
     return COVERING[:count]
 
 
-#: What every suite trains. Each of the other runs, half as many, holds a few pairs more: they are nightly.
+#: What every suite trains. Each of the other runs holds a few pairs more: they are nightly.
 OFTEN = first_runs(0.93)
 #: Some go on from a checkpoint. Only a run saves adapters: see the tests of training.
 SAVED = [choice for choice in OFTEN if choice.kind == "all"][::5]

@@ -207,7 +207,7 @@ def counts_of(layout, names):
 
 
 def drawn(layout):
-    """Return a part of the families that a layout can cut; those with experts belong to that of experts."""
+    """Return a third of the families that a layout can cut; those with experts belong to that of experts."""
     number = SHARDED.index(layout)
     rest = [name for name in MODELS if name not in EXPERTS]
     return sorted(EXPERTS) if layout.expert > 1 else rest[number % 3 :: 3]

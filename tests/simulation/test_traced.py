@@ -7,6 +7,7 @@ import torch
 from support.configs import MODELS
 from trilith.layers import RowParallelLinear, leave_tensor
 from trilith.layers.attention import blockwise
+from trilith.layers.rounds import rounds
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
@@ -15,7 +16,7 @@ from trilith.simulation.loss_trace import loss_trace
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
-from trilith.simulation.recorder import Recorder
+from trilith.simulation.recorder import Operator, Recorder
 from trilith.simulation.trace import of_more_rounds
 from trilith.simulation.traced import trace
 from trilith.simulation.without_numbers import shapes_only
@@ -188,15 +189,30 @@ def test_a_long_loss_is_traced_from_few_rows_and_chunks(size, chunk, tokens, lay
 
 SLICED = [("gemma2", {}), ("gemma2", {"context": 2, "ring": True}), ("gpt_oss", {})]
 SLICED += [("falcon-rw", {"tensor": 2, "sequence": True})]
-
-
-WAYS = [(mode, in_two, gpu) for mode, in_two in (("none", False), ("none", True), ("selective", False))
-        for gpu in (True, False)]  # fmt: skip
+MODES = [("none", False), ("none", True), ("selective", False)]
+#: Of each model and layout one or two ways are in every run.
 ATTENTIONS = [
-    pytest.param(*sliced, *way, marks=[pytest.mark.slow] * ((number + place) % 4 > 0))
+    pytest.param(*sliced, *mode, gpu, marks=[pytest.mark.slow] * ((2 * number + gpu + place) % 4 > 0))
     for place, sliced in enumerate(SLICED)
-    for number, way in enumerate(WAYS)
+    for number, mode in enumerate(MODES)
+    for gpu in (False, True)
 ]
+
+
+def test_of_many_rounds_three_run_and_all_are_noted():
+    with Recorder() as recorder:
+        x = torch.zeros(4)
+        before, ran = len(recorder.steps), [number for number in rounds(range(10)) if x.neg() is not None]
+    assert ran == [0, 1, 9] and len(recorder.steps) - before == 10
+    assert [*rounds(range(10))] == [*range(10)]
+
+
+def test_of_what_a_new_tensor_is_like_nothing_is_read():
+    x = torch.zeros(1000)
+    with Recorder() as recorder:
+        x.new_zeros(2), torch.full_like(x, 2.0)
+    sizes = {each.name: each.moved for each in recorder.steps if isinstance(each, Operator)}
+    assert sizes["aten::new_zeros"] == 8 and sizes["aten::full_like"] == x.nbytes
 
 
 @pytest.mark.parametrize(("model", "axes", "mode", "in_two", "gpu"), ATTENTIONS, ids=str)
