@@ -29,10 +29,12 @@ class PublishedRun:
     ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu``;
     ``convention`` says whether the latter two count the causal half of attention or all of it.
     ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
-    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``gibibytes``: reported
-    memory, which ``counts`` what is allocated or reserved; ``differs``: what their program keeps and the plan
-    has not, or the other way round, ``named`` GiB more in all. ``loss_chunk``: tokens whose logits exist at
-    once; 0 for all. ``assumed``: what the source does not say.
+    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``attention``: share of
+    the GPU's FLOP/s that their attention kernel reaches, if it is not torch's. ``exchanged``: the bytes that
+    they exchange between experts, by trilith's. ``gibibytes``: reported memory, which ``counts`` what is
+    allocated or reserved; ``differs``: what their program keeps and the plan has not, or the other way round,
+    ``named`` GiB more in all. ``loss_chunk``: tokens whose logits exist at once; 0 for all. ``assumed``: what
+    the source does not say.
     """
 
     source: str
@@ -56,6 +58,8 @@ class PublishedRun:
     mfu: float = 0.0
     convention: Literal["causal", "full"] = "causal"
     bandwidth: float = 0.0
+    attention: float = 0.0
+    exchanged: float = 1.0
     gibibytes: float = 0.0
     counts: Literal["allocated", "reserved", ""] = ""
     differs: str = ""
@@ -130,7 +134,10 @@ def compare(run: PublishedRun) -> Comparison:
     work = Work(ParallelState.stand_in(layout), *step, compute=2, **memory)
     model = sampled(family, config, layout, float8="tensorwise" if run.dtype == "float8" else None)
     machine = machine_named(run.gpu)
-    machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth)
+    reached = machine.efficiency
+    links = {"": reached.link(""), "all_to_all": reached.link("all_to_all") / run.exchanged}
+    reached = replace(reached, attention=run.attention or reached.attention, links=links)
+    machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth, efficiency=reached)
     timer = StepTimer(model, work, machine, split=split, compiled=run.compiled, dtype=run.dtype)
     time = timer.time()
     plans = [
@@ -175,9 +182,10 @@ _HEAD = """# Published runs, predicted
 
 This page compares the planner's step time with speeds that were published. `make docs` writes it from
 `planner/published_runs.toml`, which holds the numbers and the address of each row. No constant with which a
-prediction is computed is fitted to any of these rows: the shares of a device's peak are those of a single
-product and a single copy on one H100 and of a published attention kernel, and assumed for the rest
-(`planner/time/machines.py`). What is predicted is trilith's own program in the layout of the row.
+prediction is computed is fitted to any of these rows: the shares of a device's peak are those of the products
+of a step and of a single copy on one H100 and of a published attention kernel, and assumed for the rest
+(`planner/time/machines.py`). What is predicted is trilith's own program in the layout of the row, but with
+the source's attention kernel and exchange of experts where these are known to differ (`assumed`).
 
 Of {rows} rows, {within} are within 15 %. The median error is {middle:.0f} %, the largest {largest:.0f} %;
 {fast} predictions are too fast. So compare layouts by a predicted speed; measure before you promise a date.
@@ -188,10 +196,10 @@ sources. So corrected, {again} rows are within 15 %, and the median error is {er
 
 Possible reasons, none of which a measurement here has shown:
 
-- All products are assumed to reach what a single large one reaches: no rate by size is measured. Products of
-  experts are small, and eight busy GPUs may lower their clocks.
-- Where experts are on other nodes, trilith sends a token to each of its experts; DeepEP sends it to each node
-  once. Attention with sinks (gpt-oss) is several operators in trilith, and one kernel in theirs.
+- All products are assumed to reach what those of a Llama 3.2 1B reach: no rate by size is measured. Products
+  of experts are small, and eight busy GPUs may lower their clocks.
+- Attention with sinks (gpt-oss) is several operators in trilith, and one kernel in theirs. Some overlap the
+  exchanges of tensor ranks or of experts with products, which trilith does only in backward.
 - The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
   GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
 

@@ -200,7 +200,8 @@ def _second_part(
     grads = sorted({each for each in made if each is not None}, key=lambda storage: storage.made)
     with_all = [size - left for size in recorder.bytes(start)]
     with_one = [size - left for size in recorder.bytes(start, grads)]
-    for storage, until in zip(grads, [*(after.made for after in grads[1:]), recorder.at + 1], strict=True):
+    ends = [*(after.made for after in grads[1:]), recorder.at + 1]
+    for storage, until in zip(grads, ends, strict=False):  # a frozen piece has none
         for instant in range(storage.made - start, until - start):
             with_one[instant] += storage.size
     freed = left - recorder.now + sum(storage.size for storage in grads)
