@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..models import CausalLM
 
 #: The most rows of a micro-batch, and context ranks, for which a block is traced.
-_FEW_ROWS, _FEW_RANKS = 3, 5
+_FEW_ROWS, _FEW_RANKS = 5, 5
 
 
 class Generation(NamedTuple):
@@ -87,15 +87,18 @@ class ModelPieces:
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             ranks = 1 if self._among is None else self.state.context.size
-            for of_few, number, most in ((of_rows, batch.rows, _FEW_ROWS), (of_ranks, ranks, _FEW_RANKS)):
+            # Rows from 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
+            of_each = (of_rows, batch.rows, _FEW_ROWS, 2), (of_ranks, ranks, _FEW_RANKS, 1)
+            for of_few, number, most, more in of_each:
                 if number > most:
-                    few = of_few(most - 1).under(mode, in_two=in_two)
+                    least = most - more - (most - number) % more
+                    few = of_few(least).under(mode, in_two=in_two)
                     if of_few is of_rows and few.sliced:  # the more rows, the more slices
                         continue
-                    longer = of_few(most).under(mode, in_two=in_two)
+                    longer = of_few(least + more).under(mode, in_two=in_two)
                     # Another row may take other operators, another rank takes more of the same.
-                    alike = of_few is of_ranks or len(few.steps) == len(longer.steps)
-                    if alike and (extended := of_more_rounds(few, longer, number - most + 1)) is not None:
+                    alike, rounds = len(few.steps) == len(longer.steps), (number - least) // more
+                    if (alike or of_few is of_ranks) and (extended := of_more_rounds(few, longer, rounds)):
                         return extended
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
