@@ -177,9 +177,10 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
 
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
+    from ..system.machine import usable_cores
 
     results: list[Found | Unmet] = []
-    shown = SHOWN if len(requests) == 1 else 1
+    shown, cores = SHOWN if len(requests) == 1 else 1, usable_cores()
     with progress_bar(TimeElapsedColumn(), transient=True) as progress:
         for request in requests:
             task = progress.add_task(f"{counted(request.gpus, 'GPU')}: listing layouts", total=None)
@@ -189,7 +190,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
                 progress.update(task, total=search.legal, completed=search.settled, description=words)
 
             try:
-                results.append(find_layouts(request, shown=shown, progress=show_progress))
+                results.append(find_layouts(request, shown=shown, processes=cores, progress=show_progress))
             except BadInput as error:
                 results.append(Unmet(request, error))
             progress.remove_task(task)

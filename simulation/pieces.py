@@ -89,15 +89,15 @@ class ModelPieces:
             ranks = 1 if self._among is None else self.state.context.size
             # Rows from 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
             of_each = (of_rows, batch.rows, _FEW_ROWS, 2), (of_ranks, ranks, _FEW_RANKS, 1)
-            for of_few, number, most, more in of_each:
+            for of_few, number, most, gap in of_each:
                 if number > most:
-                    least = most - more - (most - number) % more
+                    least = most - gap - (most - number) % gap
                     few = of_few(least).under(mode, in_two=in_two)
                     if of_few is of_rows and few.sliced:  # the more rows, the more slices
                         continue
-                    longer = of_few(least + more).under(mode, in_two=in_two)
+                    longer = of_few(least + gap).under(mode, in_two=in_two)
                     # Another row may take other operators, another rank takes more of the same.
-                    alike, rounds = len(few.steps) == len(longer.steps), (number - least) // more
+                    alike, rounds = len(few.steps) == len(longer.steps), (number - least) // gap
                     if (alike or of_few is of_ranks) and (extended := of_more_rounds(few, longer, rounds)):
                         return extended
             with shapes_only([block], batch), self._under(block, mode):

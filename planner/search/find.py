@@ -1,29 +1,24 @@
-"""Find the fastest layouts that fit, by a best-first search (Hart et al. 1968) over groups of layouts.
+"""Find the fastest layouts that fit, by a best-first search over groups of layouts (``groups.py``).
 
-Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
-is first a cut of the model, then also a flow, then a mode with a ZeRO stage, and a store. Each of these steps
-makes the bound tighter; a flow and a store have two bounds in turn, and a layout is timed in full at the end.
-What is timed waits for its turn like the groups: if it comes first, no layout is faster. So the search finds
-what timing every layout would find. What is opened is among the fastest or does not fit, so the counted
-reasons are those of layouts that could have been faster.
+Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. So the
+search finds what timing every layout would find. What is opened is among the fastest or does not fit, so the
+counted reasons are those of layouts that could have been faster. Several processes may open groups; the
+results are taken in the order of the bounds, as one process would open them.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import merge
 from itertools import count
-from typing import Any
+from operator import attrgetter
 
-from ...layers import Checkpointing
-from ...parallel_state import BadInput
-from ..memory import MemoryPlan
-from .candidates import Cut, Flow, Store, candidates
-from .choice import Choice, recipe_of
-from .evaluate import Answer, Evaluator
+from .candidates import candidates
+from .evaluate import Answer
+from .groups import Opened, opened_groups
 from .request import Request
-from .shortage import none_fits, none_legal, shortage
+from .shortage import none_fits, none_legal
 from .tally import Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
@@ -50,6 +45,13 @@ class Found:
         """Return the number of legal layouts that do not fit, are slower, or are in ``best``."""
         return self.tally.count("memory") + self.tally.count("slower") + len(self.best)
 
+    def add(self, opened: Opened) -> None:
+        """Take what opening a group of layouts showed."""
+        self.tally.include(opened.tally)
+        self.legal -= opened.illegal
+        self.timed += [] if opened.timed is None else [opened.timed]
+        self.best += [] if opened.fastest is None else [opened.fastest]
+
 
 def simplest_first(answers: Iterable[Answer]) -> list[Answer]:
     """Return the layouts by their seconds, but those that are tied with the fastest one, then those that are
@@ -69,135 +71,53 @@ def ties(answer: Answer, fastest: Answer) -> bool:
 
 
 def find_layouts(
-    request: Request, *, shown: int = SHOWN, progress: Callable[[Found], None] | None = None
+    request: Request,
+    *,
+    shown: int = SHOWN,
+    processes: int = 1,
+    progress: Callable[[Found], None] | None = None,
 ) -> Found:
     """Search for the fastest layouts of a request that fit.
 
-    ``progress``: called now and then with the result so far. Raises ``BadInput`` if no layout is legal or
-    none fits; the message says what to change, with figures.
+    ``processes``: those that share a search of many layouts, forked from this one, so that nothing here may
+    use a GPU or hold a process group. ``progress``: called now and then with the result so far. Raises
+    ``BadInput`` if no layout is legal or none fits; the message says what to change, with figures.
     """
-    search = _Search(request, shown, progress)
-    if not search.run() and not search.run(offload=True):
-        raise none_fits(request, search.outcome.tally)
-    return search.outcome
+    outcome = Found(request)
+    for offload in (False, True):
+        if _search(outcome, shown, processes, progress, offload=offload):
+            return outcome
+    raise none_fits(request, outcome.tally)
 
 
-class _Search:
-    def __init__(self, request: Request, shown: int, progress: Callable[[Found], None] | None) -> None:
-        self.request, self.shown, self.progress = request, shown, progress
-        self.outcome, self.evaluator = Found(request), Evaluator(request)
-        #: Groups of layouts: a bound, a number, how many they are, what opens them, and what is decided.
-        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = count()
-        self._shown: set[tuple[object, ...]] = set()
-
-    def run(self, *, offload: bool = False) -> bool:
-        """Search, and tell whether something fits."""
-        outcome = self.outcome
-        for cut in candidates(self.request, Tally() if offload else outcome.tally, offload=offload):
-            outcome.legal += cut.layouts
-            self._push(cut.layouts, self.evaluator.least_of_cut, self._open_cut, cut)
-        if not self._heap:
-            raise none_legal(self.request, outcome.tally)
-        for steps in count(1):
-            if not self._heap or self._done(self._heap[0][0]):
+def _search(
+    outcome: Found, shown: int, processes: int, progress: Callable[[Found], None] | None, *, offload: bool
+) -> bool:
+    """Search, and tell whether something fits."""
+    request, legal = outcome.request, outcome.legal
+    cuts = [*candidates(request, Tally() if offload else outcome.tally, offload=offload)]
+    outcome.legal += sum(cut.layouts for cut in cuts)
+    with opened_groups(request, cuts, processes) as streams:
+        for steps, opened in zip(count(1), merge(*streams, key=attrgetter("bound"))):
+            if outcome.best and opened.bound > _longest(outcome.best, shown):
                 break
-            _, _, layouts, open_group, (cut, *decided) = heappop(self._heap)
-            if cut.shown in self._shown:
-                self._slower("than a layout of the same cut", layouts)
-            else:
-                open_group(cut, *decided)
-            if self.progress is not None and steps % 32 == 0:
-                self.progress(outcome)
-        ordered = simplest_first(outcome.best)
-        outcome.best, others = ordered[: self.shown], len(ordered[self.shown :])
-        self._slower("or hardly faster than simpler layouts, which are shown", others)
-        left = sum(layouts for _, _, layouts, *_ in self._heap)
-        self._slower("than the best, by a lower bound of their time", left)
-        return bool(outcome.best)
-
-    def _done(self, bound: float) -> bool:
-        if not (best := self.outcome.best):
-            return False
-        enough = 1 + TIED if len(best) >= self.shown else LONGEST
-        return bound > enough * best[0].time.seconds
-
-    def _push(
-        self,
-        layouts: int,
-        least: Callable[..., float],
-        open_group: Callable[..., None],
-        cut: Cut,
-        *decided: Any,
-    ) -> None:
-        """Let a group wait for its turn. ``least`` bounds its time, from the cut and what else is decided."""
-        try:
-            bound = least(cut, *decided)
-        except BadInput as error:  # building a layer may refuse what the config allows
-            self.outcome.tally.illegal(error, layouts)
-            self.outcome.legal -= layouts
-            return
-        heappush(self._heap, (bound, next(self._number), layouts, open_group, (cut, *decided)))
-
-    def _open_cut(self, cut: Cut) -> None:
-        for flow in cut.flows:
-            self._push(cut.layouts_of(flow), self.evaluator.least_of_rows, self._open_rows, cut, flow)
-
-    def _open_rows(self, cut: Cut, flow: Flow) -> None:
-        """Let a flow wait once more, by the tighter one of its two bounds, which takes more work."""
-        self._push(cut.layouts_of(flow), self.evaluator.least_of_flow, self._open_flow, cut, flow)
-
-    def _open_flow(self, cut: Cut, flow: Flow) -> None:
-        for mode in flow.modes:
-            for stores in cut.stores_by_zero:
-                self._push_stores(cut, flow, mode, stores)
-
-    def _push_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
-        least = self.evaluator.least_of_stores
-        self._push(len(stores), least, self._open_stores, cut, flow, mode, stores)
-
-    def _open_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
-        """Open the stores of a ZeRO stage, if the one that needs least memory fits, or a single one."""
-        choice = cut.choice(flow, mode, stores[0])
-        if len(stores) == 1:
-            self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, choice)
-        elif (short := self._short(choice)) is not None:
-            self._count_memory(choice, *short, len(stores))
-        else:
-            for store in stores:
-                self._push_stores(cut, flow, mode, (store,))
-
-    def _time(self, cut: Cut, choice: Choice) -> None:
-        """Evaluate a layout in full, and let it wait again if every one of its ranks fits."""
-        if (short := self._short(choice, whole=True)) is not None:
-            self._count_memory(choice, *short, 1)
-            return
-        answer = self.evaluator.answer(choice)
-        self.outcome.timed.append(answer)
-        self._push(1, lambda _, answer: answer.time.seconds, self._take, cut, answer)
-
-    def _take(self, cut: Cut, answer: Answer) -> None:
-        recipe_of(self.request, answer.choice)  # every check of a recipe, once more
-        self.outcome.best.append(answer)
-        self._shown.add(cut.shown)
-
-    def _short(self, choice: Choice, *, whole: bool = False) -> tuple[int, MemoryPlan] | None:
-        """Return the first pipeline rank that does not fit, with its memory; ``None`` if all fit.
-
-        The ends, which nearly always need most, come first, and are all that is asked unless ``whole``.
-        """
-        ranks = range(choice.layout.pipeline)
-        for rank in dict.fromkeys((ranks[0], ranks[-1], *(ranks if whole else ()))):
-            plan = self.evaluator.memory(choice, rank)
-            if plan.total + self.request.runtime > self.request.room:
-                return rank, plan
-        return None
-
-    def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
-        kind, text = shortage(plan, choice, rank, self.request)
-        excess = plan.total + self.request.runtime - self.request.room
-        self.outcome.tally.add("memory", kind, layouts, text, excess=excess)
-
-    def _slower(self, than: str, layouts: int) -> None:
+            outcome.add(opened)
+            if progress is not None and steps % 32 == 0:
+                progress(outcome)
+    if outcome.legal == legal:
+        raise none_legal(request, outcome.tally)
+    left = outcome.legal - outcome.settled
+    ordered = simplest_first(outcome.best)
+    outcome.best = ordered[:shown]
+    for than, layouts in (
+        ("or hardly faster than simpler layouts, which are shown", len(ordered[shown:])),
+        ("than the best, by a lower bound of their time", left),
+    ):
         if layouts:
-            self.outcome.tally.add("slower", than, layouts, "")
+            outcome.tally.add("slower", than, layouts, "")
+    return bool(outcome.best)
+
+
+def _longest(best: list[Answer], shown: int) -> float:
+    """Return the seconds of a step beyond which no layout is looked for."""
+    return (1 + TIED if len(best) >= shown else LONGEST) * best[0].time.seconds

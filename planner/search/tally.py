@@ -38,6 +38,12 @@ class Tally:
         if key not in self._examples or excess < self._examples[key][0]:
             self._examples[key] = excess, example
 
+    def include(self, other: "Tally") -> None:
+        """Count all that another tally counts."""
+        for (kind, text), layouts in other._counts.items():
+            excess, example = other._examples[kind, text]
+            self.add(kind, text, layouts, example, excess=excess)
+
     def count(self, kind: str = "") -> int:
         """Return the number of layouts that were left out, for one kind of reason or for all."""
         return sum(count for (counted_kind, _), count in self._counts.items() if kind in ("", counted_kind))

@@ -1,6 +1,8 @@
 """A search finds the fastest legal layouts that fit, as timing every one does, and says why others fall."""
 
 import json
+import multiprocessing
+import os
 import re
 from dataclasses import replace
 from itertools import count
@@ -12,7 +14,7 @@ from support.configs import FOLDER
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout
 from trilith.planner.dry_run import dry_run
-from trilith.planner.search import Choice, find_layouts, read_request
+from trilith.planner.search import Choice, find_layouts, groups, read_request
 from trilith.planner.search.candidates import candidates
 from trilith.planner.search.choice import recipe_of
 from trilith.planner.search.evaluate import Answer, Evaluator
@@ -98,6 +100,25 @@ def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     result = find_layouts(request_of_llama())
     assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
     assert 2 * len(exact) < result.legal and len(set(exact)) == len(exact)
+
+
+def test_processes_that_share_a_search_find_what_one_does(result, monkeypatch):
+    """Also the reasons and their examples are equal; an error of a process ends the search, and all end."""
+    monkeypatch.setattr(groups, "_CUTS_OF_PROCESS", 1)
+    shared = find_layouts(request_of_llama(), processes=3)
+    for name in ("best", "timed"):
+        of_both = [[(answer.choice, answer.bytes, answer.time) for answer in getattr(search, name)]
+                   for search in (result, shared)]  # fmt: skip
+        assert of_both[0] == of_both[1]
+    assert [*shared.tally] == [*result.tally] and shared.legal == result.legal
+
+    def fail(self, choice):
+        raise ArithmeticError(str(os.getpid()))
+
+    monkeypatch.setattr(Evaluator, "least", fail)
+    with pytest.raises(ArithmeticError) as raised:
+        find_layouts(request_of_llama(), processes=3)
+    assert str(raised.value) != str(os.getpid()) and not multiprocessing.active_children()
 
 
 def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
