@@ -40,7 +40,7 @@ seconds:
 nightly:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest -q -m "slow or not slow"
 
-# docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
+# The tables of docs/recipe.md and docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
 # help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner; docs/python, from the
 # docstrings; docs/refused.md, from the other pages.
 docs:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands_page import reference as reference_of_commands
-from recipe_page import EXAMPLES, SECTIONS, reference, with_tables
+from recipe_page import SECTIONS, with_tables
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.pages import (
     ROOT,
@@ -35,13 +35,13 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
-from trilith.recipes import Recipe, optimizer_sections, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
 from trilith.training.run_plan import plan
 
 PAGES = pages()
+RECIPE = Page.read("docs/recipe.md").text
 #: Pages whose Python is no program by itself, and what says that it is right.
 OTHER_PYTHON = {
     "docs/clusters.md": "needs a cluster, or Ray",
@@ -158,20 +158,22 @@ def test_the_changelog_names_every_command():
 
 
 def test_a_key_that_takes_more_than_words_says_so():
-    page = reference()
+    page = with_tables(RECIPE)
     assert "; one of `true`, `false`, `auto` |" in page  # compile
     assert "; one of `auto`, a number |" in page  # memory.loss_chunk
     assert "; some of `tensorboard`, `wandb`, `mlflow`, `trackio` |" in page  # watch.trackers, a list
 
 
-@pytest.mark.parametrize(("title", "model"), SECTIONS, ids=[title for title, _ in SECTIONS])
-def test_a_section_of_the_reference_has_an_example_that_a_recipe_takes(title, model):
-    raw = tomllib.loads(EXAMPLES[title])
+SECTION = re.compile(r"^## `?([^`\n]+)`?\n\n<!-- (\w+) -->.*?```toml\n(.*?)```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(("title", "model", "example"), SECTION.findall(RECIPE))
+def test_a_section_of_the_reference_has_an_example_that_a_recipe_takes(title, model, example):
+    raw = tomllib.loads(example)
     for name in [] if title == "The top" else title.strip("[]").split("."):
         raw = raw[name]
     for table in raw if isinstance(raw, list) else [raw]:
-        assert table and model.model_validate(table)
-    assert f"```toml\n{EXAMPLES[title]}```\n" in Page.read("docs/recipe.md").text
+        assert table and SECTIONS[model].model_validate(table)
 
 
 def test_the_reference_lists_the_shipped_recipes():
@@ -184,15 +186,7 @@ def test_the_reference_lists_the_shipped_recipes():
 
 def test_the_reference_has_every_section():
     """``make check`` compares the page with it, and those tables of docs/training.md that it writes."""
-    models = {
-        model
-        for file in (sections, optimizer_sections)
-        for model in (Recipe, *vars(file).values())
-        if isinstance(model, type) and hasattr(model, "model_fields")
-    }
-    assert {model for _, model in SECTIONS} == {
-        model for model in models if model.__name__ not in ("Section", "LoraConfig", "BaseModel")
-    }
+    assert {model for _, model, _ in SECTION.findall(RECIPE)} == SECTIONS.keys()
     assert "| `betas` |" in with_tables("<!-- OptimizerSection: betas -->\nold\n<!-- end -->")
 
 

@@ -1,4 +1,4 @@
-"""Write docs/recipe.md and the tables of docs/training.md from the keys' own help: ``make docs``."""
+"""Write the tables of docs/recipe.md and docs/training.md from the keys' own help: ``make docs``."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 from trilith.recipes import optimizer_sections, sections
 from trilith.recipes.recipe import Recipe
 
-#: A table in docs/training.md: the section's class, perhaps some of its keys, the table.
-TABLE = re.compile(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", re.DOTALL)
+#: A table in a page: the section's class, perhaps some of its keys, the table; or the shipped recipes.
+TABLE = re.compile(r"(<!-- (\w+)(?:: ([\w ]+))? -->)\n.*?<!-- end -->", re.DOTALL)
 
 
 def default_of(field: FieldInfo) -> str:
@@ -59,124 +59,16 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SECTIONS: list[tuple[str, type[BaseModel]]] = [
-    ("The top", Recipe),
-    ("[model]", sections.ModelSection),
-    ("[loss]", sections.LossSection),
-    ("[lora]", sections.LoraSection),
-    ("[layout]", sections.LayoutSection),
-    ("[data]", sections.DataSection),
-    ("[optimizer]", optimizer_sections.OptimizerSection),
-    ("[[optimizer.groups]]", optimizer_sections.ParameterGroup),
-    ("[optimizer.skip_spikes]", optimizer_sections.SpikeSection),
-    ("[loss_scale]", optimizer_sections.LossScaleSection),
-    ("[experts]", sections.ExpertsSection),
-    ("[memory]", sections.MemorySection),
-    ("[checkpoint]", sections.CheckpointSection),
-    ("[evaluation]", sections.EvaluationSection),
-    ("[watch]", sections.WatchSection),
-    ("[debug]", sections.DebugSection),
-]
-
-
-#: An example of each section, whose table stands above it.
-EXAMPLES = {
-    "The top": """\
-out = "runs/first"
-steps = 1000
-compute = "bfloat16"                     # weights and moments stay in float32
-model = { init_from = "Llama-3.2-1B" }
-data = { tokens = "tokens", sequence_length = 2048, global_batch = 32, micro_batch = 2 }
-""",
-    "[model]": """\
-[model]
-size = "llama-3.2-1b"                    # random weights; init_from = "Llama-3.2-1B" starts from a folder's
-""",
-    "[loss]": """\
-[loss]
-module = "my_model.py:loss"
-""",
-    "[lora]": """\
-[lora]
-r = 16
-lora_alpha = 32
-target_modules = ["q_proj", "v_proj"]
-""",
-    "[layout]": """\
-[layout]                                 # 16 ranks
-tensor = 2
-sequence = true
-pipeline = 2
-schedule = "1f1b"
-data = 4
-zero = 1
-""",
-    "[data]": """\
-[data]
-tokens = ["wiki", "code"]
-weights = [3, 1]
-sequence_length = 4096
-global_batch = 128
-micro_batch = 2
-""",
-    "[optimizer]": """\
-[optimizer]
-lr = 3e-4
-warmup = 2000
-schedule = "cosine"
-weight_decay = 0.1
-clip = 1.0
-""",
-    "[[optimizer.groups]]": """\
-[[optimizer.groups]]
-match = "embed_tokens|lm_head"
-lr_scale = 0.1
-""",
-    "[optimizer.skip_spikes]": """\
-[optimizer.skip_spikes]
-deviations = 8.0
-""",
-    "[loss_scale]": """\
-[loss_scale]                             # with compute = "float16"
-growth_interval = 1000
-""",
-    "[experts]": """\
-[experts]
-balance = 0.01
-z_loss = 0.001
-""",
-    "[memory]": """\
-[memory]
-checkpointing = "selective"
-loss_chunk = 1024
-""",
-    "[checkpoint]": """\
-[checkpoint]
-every = 500
-keep = 3
-background = true
-""",
-    "[evaluation]": """\
-[evaluation]
-tokens = "held-out"
-every = 500
-samples = 256
-""",
-    "[watch]": """\
-[watch]
-trackers = ["tensorboard"]
-norms = 100
-""",
-    "[debug]": """\
-[debug]
-collectives = true
-""",
+#: Each section's class, by its name.
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: model
+    for file in (sections, optimizer_sections)
+    for name, model in {"Recipe": Recipe, **vars(file)}.items()
+    if isinstance(model, type)
+    and issubclass(model, BaseModel)
+    and model.model_fields
+    and name != "LoraConfig"
 }
-
-
-def section(title: str, model: type[BaseModel]) -> str:
-    """Write a section: its table and its example."""
-    return f"## `{title}`\n\n{table(model, [])}\n```toml\n{EXAMPLES[title]}```\n"
 
 
 def shipped(recipes: Path = Path(sections.__file__).parent) -> str:
@@ -188,38 +80,17 @@ def shipped(recipes: Path = Path(sections.__file__).parent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def reference() -> str:
-    """Write docs/recipe.md."""
-    parts = [
-        "# Every key of a recipe\n\nLook here for a key of a recipe. On the command line: "
-        "`trilith train recipe.toml section.key=value`.\n"
-    ]
-    parts += [section(title, model) for title, model in SECTIONS]
-    parts += [
-        "## Shipped recipes\n\n`trilith train NAME` takes one by its name. Each reads the token file "
-        f"`tokens`, and its file says what was predicted.\n\n{shipped()}"
-    ]
-    return "\n".join(parts).replace("`The top`", "The top")
-
-
 def with_tables(text: str) -> str:
     """Replace the tables in a page by those that the keys' help gives now."""
 
     def table_of(match: re.Match[str]) -> str:
-        name, keys = match[1], match[2]
-        (model,) = (section for _, section in SECTIONS if section.__name__ == name)
-        head = f"<!-- {name}: {keys} -->" if keys else f"<!-- {name} -->"
-        return f"{head}\n{table(model, (keys or '').split())}<!-- end -->"
+        head, name, keys = match[1], match[2], match[3]
+        rows = shipped() if name == "shipped" else table(SECTIONS[name], (keys or "").split())
+        return f"{head}\n{rows}<!-- end -->"
 
     return TABLE.sub(table_of, text)
 
 
-def write_docs(docs: Path) -> None:
-    """Bring docs/recipe.md and the tables of docs/training.md up to date."""
-    (docs / "recipe.md").write_text(reference(), encoding="utf-8")
-    page = docs / "training.md"
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_docs(Path("docs"))
+    for page in (Path("docs/recipe.md"), Path("docs/training.md")):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

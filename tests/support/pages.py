@@ -148,13 +148,15 @@ _OTHER_NAMES = {
 
 def _keys() -> dict[str | None, set[str]]:
     """Return the keys of each section of a recipe, the top's under an empty name, and its own sections."""
-    keys: dict[str | None, set[str]] = {
+    sections = re.findall(
+        r"^## `?([^`\n]+)`?\n\n<!-- (\w+) -->", Page.read("docs/recipe.md").text, re.MULTILINE
+    )
+    return {
         "" if title == "The top" else title.strip("[]"): {
-            field.alias or name for name, field in model.model_fields.items()
+            field.alias or name for name, field in SECTIONS[model].model_fields.items()
         }
-        for title, model in SECTIONS
+        for title, model in sections
     }
-    return keys
 
 
 def _stated(raw: dict[str, Any], section: str = "") -> Iterator[tuple[str | None, str]]:
