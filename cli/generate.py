@@ -62,8 +62,7 @@ def generate(
     options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
-    from ..generation.ranks import run_generation
-    from ..generation.request import Request
+    from ..generation.request import Request, run_generation
     from ..generation.text import read_prompts
     from ..parallel_state import Layout
 

@@ -72,7 +72,7 @@ def parity(
     from ..pipeline import schedule_kind
     from ..recipes.sections import LayoutSection
     from ..runs.terminal import plain_console
-    from ..testing.parity.case import Question
+    from ..testing.parity import Question
     from .shared.options import parse_counts
     from .shared.parity import TOLERANCES, check, compare_with_transformers
 

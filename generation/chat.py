@@ -7,9 +7,9 @@ from ..data.text.tokenizer_loading import Message
 from ..parallel_state import Layout
 from ..runs.launch import check_launch, device_here, device_words, process_group
 from ..system import counted
-from .generate import generate, most_new_tokens
-from .request import Request, prepare
-from .text import Continuation, prompt_ids
+from .generate import most_new_tokens
+from .request import Request, continue_rows, prepare
+from .text import prompt_ids
 
 #: The message that begins a new conversation.
 ANEW = "/new"
@@ -32,7 +32,7 @@ def converse(
     device = device_here(device)
     check_launch(Layout(), device=device)
     prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
-    most = prepared.source.model_config.max_position_embeddings
+    positions = prepared.source.model_config.max_position_embeddings
     with process_group(Layout(), device=device) as state:
         model = prepared.load(state)
         note(f"{request.source} on {device_words(device)}; {ANEW} begins anew, Ctrl-D ends")
@@ -45,32 +45,17 @@ def converse(
             ids = prompt_ids(
                 messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
             )
-            room = most_new_tokens(len(ids), most)
+            room = most_new_tokens(len(ids), positions)
             if room < 1:
                 messages.pop()
-                full = f"{len(ids)} tokens do not fit the model's {most} positions"
+                full = f"{len(ids)} tokens do not fit the model's {positions} positions"
                 note(f"the conversation is too long: {full}; not answered. {ANEW} begins anew")
                 continue
-            answer = Continuation(prepared.tokenizer, ids, prepared.stop, request.stop)
-
-            def grow(step: list[int | None], answer: Continuation = answer) -> None:
-                if step[0] is not None:
-                    write(answer.grow(step[0]))
-
-            (tokens,) = generate(
-                model,
-                [ids],
-                max_new_tokens=min(room, request.max_new_tokens),
-                sampling=request.sampling,
-                stop=prepared.stop,
-                seed=request.seed,
-                first=number,
-                on_tokens=grow,
-            )
-            answer.close(tokens)
-            write(f"{answer.rest()}\n")
+            most = min(room, request.max_new_tokens)
+            (answer,) = continue_rows(request, prepared, model, [ids], first=number, most=most, on_text=write)
+            write("\n")
             messages.append({"role": "assistant", "content": answer.text})
-            if len(tokens) == request.max_new_tokens and tokens[-1] not in prepared.stop:
-                note(f"the answer is cut at {counted(len(tokens), 'token')}: --max-new-tokens allows more")
-            elif len(tokens) == room and tokens[-1] not in prepared.stop:
-                note(f"the conversation fills the model's {most} positions: {ANEW} begins anew")
+            if answer.finish == "length" and most == request.max_new_tokens:
+                note(f"the answer is cut at {counted(most, 'token')}: --max-new-tokens allows more")
+            elif answer.finish == "length":
+                note(f"the conversation fills the model's {positions} positions: {ANEW} begins anew")

@@ -1,21 +1,32 @@
-"""Carry out ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
+"""Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from ..checkpoints import Source
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState
+from ..runs.launch import device_words, own_rank
+from ..storage.disk import writing
 from ..storage.files_beside_weights import GENERATION_CONFIG
+from ..storage.output_places import check_output_file
 from ..storage.small_files import read_json
+from ..storage.staging import output_file
 from ..system import counted
-from .command import Weights
+from .command import Weights, run_on_ranks
 from .generate import Sampling, check_length, generate
 from .text import Continuation, Prompt, prompt_ids
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @dataclass(frozen=True)
@@ -100,39 +111,145 @@ def continue_prompts(
     """Generate for all prompts, on every rank. ``on_row`` is told each prompt's continuation when its batch
     is done; ``on_text``, for a single prompt, its pieces as they come.
     """
+    if request.batch < 1:
+        raise BadInput("generate", "batch", expected="at least 1", found=request.batch)
     model = prepared.load(state)
     began, tokens = time.perf_counter(), 0
-    for first, rows in _batches(prepared.ids, request.batch):
-        watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
-
-        def streamed(step: list[int | None], continuation: Continuation = watch[0]) -> None:
-            if on_text is not None and step[0] is not None:
-                on_text(continuation.grow(step[0]))
-
-        continuations = generate(
-            model,
-            rows,
-            max_new_tokens=request.max_new_tokens,
-            min_new_tokens=request.min_new_tokens,
-            sampling=request.sampling,
-            stop=prepared.stop,
-            ends=partial(watch[0].ends, least=request.min_new_tokens) if request.stop else None,
-            seed=request.seed,
-            first=first,
-            on_tokens=streamed if len(prepared.ids) == 1 else None,
-        )
-        for row, new in zip(watch, continuations, strict=True):
-            row.close(new)
-            tokens += len(new)
+    for first in range(0, len(prepared.ids), request.batch):
+        rows = prepared.ids[first : first + request.batch]
+        most = request.max_new_tokens
+        for row in continue_rows(request, prepared, model, rows, first=first, most=most, on_text=on_text):
+            tokens += len(row.tokens)
             if on_row is not None:
                 on_row(row)
-        if on_text is not None and len(prepared.ids) == 1:
-            on_text(watch[0].rest())
     return Figures(tokens, max(time.perf_counter() - began, 1e-9))
 
 
-def _batches(rows: list[list[int]], size: int) -> Iterator[tuple[int, list[list[int]]]]:
-    if size < 1:
-        raise BadInput("generate", "batch", expected="at least 1", found=size)
-    for first in range(0, len(rows), size):
-        yield first, rows[first : first + size]
+def continue_rows(
+    request: Request,
+    prepared: Prepared,
+    model: CausalLM,
+    rows: Sequence[Sequence[int]],
+    *,
+    first: int,
+    most: int,
+    on_text: Callable[[str], None] | None,
+) -> list[Continuation]:
+    """Return the continuations of prompts, of which the first has the number ``first``, by ``most`` tokens.
+
+    ``on_text`` is told the pieces of a single prompt's.
+    """
+    continuations = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
+
+    def grow(step: list[int | None]) -> None:
+        if on_text is not None and step[0] is not None:
+            on_text(continuations[0].grow(step[0]))
+
+    tokens = generate(
+        model,
+        rows,
+        max_new_tokens=most,
+        min_new_tokens=request.min_new_tokens,
+        sampling=request.sampling,
+        stop=prepared.stop,
+        ends=partial(continuations[0].ends, least=request.min_new_tokens) if request.stop else None,
+        seed=request.seed,
+        first=first,
+        on_tokens=grow,
+    )
+    for continuation, new in zip(continuations, tokens, strict=True):
+        continuation.close(new)
+    if on_text is not None:
+        on_text(continuations[0].rest())
+    return continuations
+
+
+def run_generation(
+    request: Request,
+    layout: Layout,
+    *,
+    words: Sequence[str],
+    write: Callable[[str], None],
+    note: Callable[[str], None],
+    device: str = "auto",
+    out: Path | None = None,
+    force: bool = False,
+    status: Path | None = None,
+) -> int:
+    """Write what the request asks for; the exit code. ``words`` and ``status``: those of ``run_on_ranks``.
+
+    ``write`` gets text or, for several prompts, lines of JSON, unless these go into the file ``out``, where
+    ``force`` replaces what another command wrote; ``note`` the figures at the end.
+    """
+    read = (request.source, request.tokenizer, request.adapter)
+    inputs = [Path(name) for name in read if name is not None]
+    if out is not None:
+        check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
+
+    def work(prepared: Prepared, state: ParallelState, device: str) -> str:
+        first = own_rank() == 0
+        with _open(out, inputs, force) if out is not None and first else nullcontext() as file:
+            stream = _text_of_one(request, prepared, write) if first and file is None else None
+            on_row = _rows(request, file, write) if first and stream is None else None
+            done = continue_prompts(request, prepared, state, on_text=stream, on_row=on_row)
+            if stream is not None:
+                write("\n")
+        return f"{done} on {device_words(device)}"
+
+    prepared, asked = partial(prepare, request, layout), sha256(repr(request).encode()).hexdigest()
+    return run_on_ranks(
+        layout, prepared, work, asked=asked, words=words, note=note, device=device, status=status
+    )
+
+
+@contextmanager
+def _open(out: Path, inputs: Sequence[Path], force: bool) -> Iterator[TextIO]:
+    with (
+        output_file(out, ours=_is_ours, force=force, inputs=inputs) as path,
+        path.open("w", encoding="utf-8") as file,
+    ):
+        yield file
+
+
+def _is_ours(seen: bytes) -> bool:
+    """Tell whether a file begins with a line such as ``_rows`` writes."""
+    try:
+        first = json.loads(seen.split(b"\n", 1)[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and [*first] == ["prompt", "text", "tokens", "finish"]
+
+
+def _text_of_one(
+    request: Request, prepared: Prepared, write: Callable[[str], None]
+) -> Callable[[str], None] | None:
+    """Return the writer of a single prompt's text; the prompt itself is written first, except in a chat."""
+    if len(prepared.ids) != 1:
+        return None
+    (prompt,) = request.prompts
+    if isinstance(prompt, str) and not request.chat:
+        write(prompt)
+    return write
+
+
+def _rows(
+    request: Request, file: TextIO | None, write: Callable[[str], None]
+) -> Callable[[Continuation], None]:
+    prompts = iter(request.prompts)
+
+    def line(row: Continuation) -> None:
+        record = {
+            "prompt": next(prompts),
+            "text": row.text,
+            "tokens": len(row.tokens),
+            "finish": row.finish,
+        }
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        if file is None:
+            write(text)
+        else:
+            with writing(Path(file.name)):
+                file.write(text)
+                file.flush()
+
+    return line

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..system import search_garbage_rarely
 from ..system.process_end import end
-from . import fresh_worker, worker
+from . import worker
 from .messages import LIFE, Setting
 from .pickling import unpack
 
@@ -26,7 +26,7 @@ def main(fd: int) -> int:
     setting = unpack(parent.recv_bytes())
     assert isinstance(setting, Setting), setting
     setting.apply()
-    return fresh_worker.main(parent) if setting.fresh else worker.main(parent)
+    return worker.run_one(parent) if setting.fresh else worker.serve(parent)
 
 
 def serve(requests: socket.socket) -> int:

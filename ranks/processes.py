@@ -30,9 +30,10 @@ START = 180.0
 TRACE = 3.0
 
 
-def _printout() -> IO[bytes]:
-    """Open a file without a name for a process's output; it exists as long as somebody has it open."""
-    return tempfile.TemporaryFile()
+def _text_of(printed: IO[bytes]) -> str:
+    """Return what processes have printed into a file."""
+    fd = printed.fileno()
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 
 class Process:
@@ -41,7 +42,7 @@ class Process:
     def __init__(self, template: Template, *, fresh: bool) -> None:
         self.pipe: Connection
         self.pipe, child_pipe = Pipe()
-        self._printed = _printout()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (exists as long as somebody has it open)
         self._life, their_life = os.pipe()
         self._pid: int | None = None
         self._code: int | None = None
@@ -79,8 +80,7 @@ class Process:
 
     def output(self) -> str:
         """Return the text that the process printed since the last call."""
-        fd = self._printed.fileno()
-        text = os.pread(fd, self.printed_bytes(), 0).decode(errors="replace")
+        text, fd = _text_of(self._printed), self._printed.fileno()
         # The process writes at the offset that it shares with us.
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)
@@ -140,7 +140,7 @@ class Template:
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, child_socket = socket.socketpair()
-        self._printed = _printout()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (the same)
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
             [sys.executable, "-P", "-c", _COMMAND, str(child_socket.fileno()), *preload],
@@ -163,14 +163,9 @@ class Template:
         except BrokenPipeError:
             raise RuntimeError(f"the template of a rank died:\n{self.output()}") from None
 
-    def printed_bytes(self) -> int:
-        """Return how many bytes the process printed since the last ``output()``."""
-        return os.fstat(self._printed.fileno()).st_size
-
     def output(self) -> str:
         """Return the text that the template printed while it started."""
-        fd = self._printed.fileno()
-        return os.pread(fd, self.printed_bytes(), 0).decode(errors="replace")
+        return _text_of(self._printed)
 
     def end(self) -> None:
         """End the template; ranks that still run go on."""

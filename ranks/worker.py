@@ -1,4 +1,4 @@
-"""Run calls as a rank of the pool, until the parent is gone."""
+"""Be a rank: run the calls of the pool until the parent is gone, or the one call of ``run_fresh``."""
 
 import faulthandler
 import gc
@@ -27,8 +27,8 @@ from .pickling import pack, pack_exception, unpack
 _imported = 0
 
 
-def main(parent: Connection) -> NoReturn:
-    """Serve the parent."""
+def serve(parent: Connection) -> NoReturn:
+    """Run the calls that the parent sends."""
     inbox = begin(parent)
     while True:
         parent.send_bytes(pack(Ready()))
@@ -36,6 +36,26 @@ def main(parent: Connection) -> NoReturn:
         parent.send_bytes(pack(_answer(call)))
         assert isinstance(inbox.get(), Leave)
         _leave()
+
+
+def run_one(parent: Connection) -> int:
+    """Run the one function that the parent sends, and give the code to exit with.
+
+    The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
+    """
+    inbox = begin(parent)
+    parent.send_bytes(pack(Ready()))
+    np.random.seed()  # forks share numpy's state, launched processes do not
+    call = inbox.get()
+    try:
+        run(call)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:
+        traceback.print_exc()
+        code = getattr(error, "exit_code", 1)
+        return code if isinstance(code, int) else 1
+    return 0
 
 
 def begin(parent: Connection) -> queue.SimpleQueue[Any]:

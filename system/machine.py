@@ -4,20 +4,11 @@ A container may have less than the machine: its limits count.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from .text import whole_number
 
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """A file system: its kind (ext4, nfs4, tmpfs) and where it is mounted."""
-
-    kind: str
-    mounted_at: str
 
 
 def memory_available(*, swap: bool = False) -> int | None:
@@ -54,21 +45,21 @@ def processor_name() -> str:
     return names[0].strip() if names else ""
 
 
-def file_system_of(path: Path) -> FileSystem | None:
-    """Return the file system in which an existing path lies; ``None`` where the system does not say."""
-    real = os.path.realpath(path)
-    file_system: FileSystem | None = None
+def file_system_of(path: Path) -> str:
+    """Return the kind of the file system (ext4, nfs4, tmpfs) in which an existing path lies; empty where the
+    system does not say.
+    """
+    real, kind, mounted_at = os.path.realpath(path), "", ""
     for line in _lines(_PROC / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) < 5 or not kind:
+        if len(fields := before.split()) < 5 or not after.split():
             continue
         place = fields[4].replace("\\040", " ")
         inside = real == place or real.startswith(place.rstrip("/") + "/")
         # Of two mounts at one place, the later one hides the earlier one.
-        if inside and (file_system is None or len(place) >= len(file_system.mounted_at)):
-            file_system = FileSystem(kind[0], place)
-    return file_system
+        if inside and len(place) >= len(mounted_at):
+            kind, mounted_at = after.split()[0], place
+    return kind
 
 
 def _lines(path: Path) -> list[str]:

@@ -75,7 +75,7 @@ READERS = {
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
     "cli/shared/quickstart.py": "Python's own sources, and compares two files that it has just written",
-    "generation/ranks.py": "a line that this command has written",
+    "generation/request.py": "a line that this command has written",
 }
 
 #: Files that may load a pickle, and why: of what a user names, only the last loads any, and imports nothing.
@@ -514,7 +514,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
             "from ..layers import L\nfrom .b import c\nfrom . import d\nimport e",
         ),
         (upward_imports, "testing/a.py", "from ..training import step"),
-        (users_of_testing, "cli/parity.py", "from ..testing.parity.case import Question"),
+        (users_of_testing, "cli/parity.py", "from ..testing.parity import Question"),
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (unpicklers, "data/a.py", "import numpy\nnumpy.load(path, allow_pickle=False)\nimport pickletools"),

@@ -23,8 +23,7 @@ from ...storage.file_names import CONFIG
 from ...system import counted
 from ...system.refusals import refusal_of
 from ...testing.layouts import Observation, Outputs, as_pieces, on_ranks
-from ...testing.parity.case import Comparison, Question, compare
-from ...testing.parity.ours import observe_ours
+from ...testing.parity import Comparison, Question, compare, observe_ours
 from ...testing.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from ...system import refusal_of
 from ..facts import Finding
 from .devices import check_devices, check_ranks
 from .disk import check_files
-from .limits import check_limits, check_variables
-from .software import check_software
+from .host import check_limits, check_software, check_variables
 
 #: Groups of checks: the title, and the function that makes the findings from the folders to look at.
 GROUPS: tuple[tuple[str, Callable[[list[Path]], Iterable[Finding]]], ...] = (

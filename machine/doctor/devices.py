@@ -27,7 +27,11 @@ _USED_BY_OTHERS = 0.05
 def check_devices() -> Iterator[Finding]:
     """Yield each GPU with its memory, and how the GPUs are linked; one line where there is none."""
     if not torch.cuda.is_available():
-        yield _no_cuda()
+        text, todo = 'none: recipes run on the CPU (device = "cpu", the default)', ""
+        if names := smi("-L").splitlines():
+            text = f"torch sees none of {len(names)}"
+            todo = "Install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES"
+        yield Finding.unless(GROUP, "GPU", text, todo, "fault")
         return
     version = driver()
     todo = "" if version else "Install nvidia-smi beside the driver, to see clocks, links and errors"
@@ -41,14 +45,6 @@ def check_devices() -> Iterator[Finding]:
         yield Finding(**finding)
     if torch.cuda.device_count() > 1:
         yield from _links()
-
-
-def _no_cuda() -> Finding:
-    names = smi("-L").splitlines()
-    if names:
-        todo = "Install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES"
-        return Finding(GROUP, "GPU", "fault", f"torch sees none of {len(names)}", todo)
-    return Finding(GROUP, "GPU", "ok", 'none: recipes run on the CPU (device = "cpu", the default)')
 
 
 def _gpus() -> dict[str, Any]:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,13 @@ def check_files(folders: list[Path]) -> Iterator[Finding]:
 
 
 def _place(name: str, place: Path) -> Finding:
-    system, room = file_system_of(place), shutil.disk_usage(place)
-    kind = system.kind if system is not None else "kind not known"
+    kind, room = file_system_of(place) or "kind not known", shutil.disk_usage(place)
     text = f"{place}: {kind}, {room.free / _GB:.1f} of {room.total / _GB:.1f} GB free"
+    locks = False
     try:
         with tempfile.TemporaryFile(dir=place) as file:
-            locks = _locks(file.fileno())
+            with suppress(OSError):
+                locks = try_lock(file.fileno())
             began, wall = time.perf_counter(), time.time()
             file.write(b"trilith doctor\n")
             file.flush()
@@ -83,13 +85,6 @@ def _place(name: str, place: Path) -> Finding:
         text += "; over the network, which is slow to compile into"
         todo = "Set TORCHINDUCTOR_CACHE_DIR to a local disk"
     return Finding.unless(GROUP, name, text if todo else f"{text}, locks work", todo)
-
-
-def _locks(fd: int) -> bool:
-    try:
-        return try_lock(fd)
-    except OSError:
-        return False
 
 
 def measure_folder(folder: Path) -> Folder:

@@ -13,9 +13,8 @@ from ...system import counted
 from ..random_files import llama
 from .conversion import conversion_speed
 from .layouts import compare_layout
-from .links import collective_speed
 from .row import Case
-from .speed import device_speed
+from .speed import collective_speed, device_speed
 from .steps import WARM_UP, peak_memory, step_stalls, train_steps
 
 #: The parts in the order in which they run: what is cheap and what the rest is judged by comes first.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...parallel_state import BadInput, Launched, launched
+from ...parallel_state import BadInput, launched
 from ...runs.rendezvous import open_store
 from ...system import counted, quiet_libraries
 from ..doctor.disk import measure_folder
@@ -57,6 +57,7 @@ def node_card(folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
+@quiet_libraries()
 def preflight(
     folders: Sequence[Path] = (), *, gbits: float | None = None, come: timedelta = _COME
 ) -> Preflight | None:
@@ -74,14 +75,9 @@ def preflight(
             found="none of their variables",
             todo="For instance: srun --ntasks-per-node=1 trilith doctor --nodes FOLDER",
         )  # fmt: skip
-    with quiet_libraries():
-        return _preflight(here, list(folders) or [Path.cwd()], gbits, come)
-
-
-def _preflight(here: Launched, folders: list[Path], gbits: float | None, come: timedelta) -> Preflight | None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"trilith/nodes/{attempt}", open_store(here, come))
-    store.set(f"card/{here.rank}", json.dumps(node_card(folders)))
+    store.set(f"card/{here.rank}", json.dumps(node_card(folders or [Path.cwd()])))
     if here.rank == 0:
         _admit(store, here.world, come)
     store.wait(["members"], 2 * come)

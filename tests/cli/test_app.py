@@ -24,8 +24,7 @@ from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMA
 from trilith.cli.shared.options import TESTED
 from trilith.data.text.tokenize_files import tokenize as make_token_file
 from trilith.generation import Sampling
-from trilith.generation.ranks import run_generation
-from trilith.generation.request import Request
+from trilith.generation.request import Request, run_generation
 from trilith.machine import measure
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 from trilith.planner.search.new_recipe import new_recipe

@@ -20,7 +20,7 @@ from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.storage.file_names import INDEX
 from trilith.testing import run_fresh
-from trilith.testing.parity.case import Question
+from trilith.testing.parity import Question
 
 
 def nothing(folder):

@@ -19,7 +19,7 @@ from support.short_runs import write_short_recipe
 from trilith.checkpoints import convert, read_source
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared import say as say_module
-from trilith.generation import ranks as generate_run
+from trilith.generation import request as generate_run
 from trilith.generation.request import Request
 from trilith.machine.random_files import write_hf_folder
 from trilith.runs import launch

@@ -14,7 +14,7 @@ import torch
 from support.configs import TINIEST_LLAMA
 from trilith.cli.app import run
 from trilith.machine import Finding, Report, Row
-from trilith.machine.measure import cases, groups_of_parameters, layouts, links
+from trilith.machine.measure import blocks, cases, layouts, speed
 from trilith.machine.measure import run as run_module
 from trilith.machine.measure.cases import PARTS, Bench
 from trilith.machine.measure.page import make_page, shown_figure
@@ -214,16 +214,16 @@ def test_a_layout_beyond_its_bound_differs():
 
 def test_the_link_s_rate_is_the_sum_of_a_gpu_s_links():
     text = "GPU 0: NVIDIA H100 80GB HBM3\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
-    assert links.link_rate(text) == pytest.approx(53.124) and links.link_rate("") == 0.0
+    assert speed.link_rate(text) == pytest.approx(53.124) and speed.link_rate("") == 0.0
 
 
 def test_a_group_of_parameters_is_never_sent_faster_than_in_a_loop(monkeypatch):
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     tiny, wide = dict(zip(kinds, (2e-3, -1e-3, 1e-3), strict=True)), dict.fromkeys(kinds, 6e-3)
     exchanges = {16: (tiny, 1), 256: (wide, 4_000_000)}
-    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width, rounds: exchanges[width])
+    monkeypatch.setattr(blocks, "_exchanges", lambda world, width, rounds: exchanges[width])
     loop = {"all-reduce: GB/s": 5.0, "all-gather: GB/s": 0.25, "reduce-scatter: GB/s": 5.0}
-    assert groups_of_parameters.exchange_figures(2, loop, 1) == pytest.approx({
+    assert blocks.exchange_figures(2, loop, 1) == pytest.approx({
         "all-reduce of a tiny block: us": 2000, "all-reduce of a block: GB/s": 1.0,
         "all-gather of a tiny block: us": 0, "all-gather of a block: GB/s": 0.25,
         "reduce-scatter of a tiny block: us": 1000, "reduce-scatter of a block: GB/s": 0.4,
@@ -295,8 +295,8 @@ def _tiny_exchanges():
     """Time one round in which the sums of a model's groups add 7 s."""
     seconds = cycle((7.0, 0.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_of_parameters, "seconds_of", lambda work: (work(), next(seconds))[1])
-        return groups_of_parameters._exchanges(2, 16, rounds=1)
+        patch.setattr(blocks, "seconds_of", lambda work: (work(), next(seconds))[1])
+        return blocks._exchanges(2, 16, rounds=1)
 
 
 def test_each_kind_of_collective_is_timed_for_a_block():

@@ -19,8 +19,7 @@ from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily
 from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
-from trilith.testing.parity.case import Question, compare
-from trilith.testing.parity.ours import observe_ours
+from trilith.testing.parity import Question, compare, observe_ours
 
 CASES = MODELS | PUBLISHED
 

@@ -15,8 +15,7 @@ from trilith.cli.shared.parity import compare_with_transformers, observe_hf
 from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import LayoutSection
-from trilith.testing.parity.case import Question, compare
-from trilith.testing.parity.ours import observe_ours, observe_rank
+from trilith.testing.parity import Question, compare, observe_ours, observe_rank
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folde
     _, single = singles(asked(folders / "llama"))
     right = compare(single, observe_ours(question), 1e-10)
     assert right.first is None and any(each.name == "layers.4" for each in right.differences)
-    monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
+    monkeypatch.setattr("trilith.testing.parity.observe_rank", third_stage_backwards)
     first = compare(single, observe_ours(question), 1e-10).first
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 

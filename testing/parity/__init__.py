@@ -1,1 +1,0 @@
-"""Compare a model with transformers, one process and a layout."""
