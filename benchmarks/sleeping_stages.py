@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline.driver import StageModule
 from trilith.pipeline.relay import Travels
-from trilith.pipeline.runner import make_schedule
+from trilith.pipeline.runner import Pipeline
 from trilith.pipeline.schedule_actions import Action, Kind, actions
 from trilith.pipeline.timetable import UNIT_COSTS, Timed, Timetable
 from trilith.ranks.pool import run_parallel
@@ -60,7 +60,7 @@ def slept_rank(
     numbers = layout.stages_of(state.at.pipeline)
     stages = [SleepingStage(number, costs, unit) for number in numbers]
     travels = Travels((1, 1), torch.float32)
-    schedule = make_schedule(
+    schedule = Pipeline(
         [StageModule(stage, [stage]) for stage in stages],
         lambda output, target: output.sum(),
         name=name,

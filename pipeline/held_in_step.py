@@ -60,13 +60,8 @@ def heaviest(
     ``whole``, ``halfway``: for each stage of the rank, the bytes of a micro-batch's activations and those
     added by the first part of its backward. ``message``: the bytes of a message.
     """
-    pipeline = layout.pipeline
-    alone = pipeline == 1 or name in _ONE_STAGE
-    few = micro_batches if alone else _few(pipeline, micro_batches)
-    rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
-    # What is sent for the others has been kept by the second half.
-    further = (micro_batches - few) * rows.sends
-    nbytes = rows.counts @ np.array([*whole, *halfway, message, further * message])
+    rows, weights, further = _weighed(name, layout, micro_batches, rank, whole, halfway, message)
+    nbytes = rows.counts @ weights
     instants = list[Instant]()
     with_all = dict[tuple[Kind, int], float]()
     for (kind, stage, absent), start, stop in rows.groups:
@@ -91,14 +86,8 @@ def last_backwards(
     """Return what a pipeline rank holds in the last backward of each of its stages, with the arguments of
     ``heaviest``. Gradients that are summed over data ranks once a step are summed then.
     """
-    if layout.pipeline == 1 or name in _ONE_STAGE:
-        sent = (micro_batches - 1 if name == "gpipe" else 1) * (rank > 0)
-        messages = sent + (rank < layout.pipeline - 1)
-        return [Instant("B", rank, whole[0] + messages * message, messages)]
-    few = _few(layout.pipeline, micro_batches)
-    rows = _rows(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, rank)
-    further = (micro_batches - few) * rows.sends
-    nbytes = rows.last @ np.array([*whole, *halfway, message, further * message])
+    rows, weights, further = _weighed(name, layout, micro_batches, rank, whole, halfway, message)
+    nbytes = rows.last @ weights
     here = layout.stages_of(rank)
     places = [here.index(stage) for _, stage, _ in rows.last_of]
     return [
@@ -108,13 +97,6 @@ def last_backwards(
         )
         for number, (kind, stage, absent) in enumerate(rows.last_of)
     ]
-
-
-def _few(pipeline: int, micro_batches: int) -> int:
-    """Return how many micro-batches show what a step of several stages a rank holds: rounds in the middle of
-    a step are all alike; of three, one begins in its second half.
-    """
-    return min(micro_batches, 3 * pipeline + micro_batches % pipeline)
 
 
 class _Rows(NamedTuple):
@@ -130,24 +112,42 @@ class _Rows(NamedTuple):
     last_of: list[_Key]
 
 
+def _weighed(
+    name: str, layout: Layout, micro_batches: int, rank: int,
+    whole: Sequence[float], halfway: Sequence[float], message: float,
+) -> tuple[_Rows, NDArray[np.float64], int]:  # fmt: skip
+    """Return a rank's rows in a step of few micro-batches, what each of their counts weighs, and how many
+    messages are sent for the others, which have been kept by the second half.
+    """
+    pipeline, few = layout.pipeline, micro_batches
+    if pipeline > 1 and name not in _ONE_STAGE:
+        # Rounds in the middle of a step are all alike; of three, one begins in the second half.
+        few = min(few, 3 * pipeline + few % pipeline)
+    rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
+    further = (micro_batches - few) * rows.sends
+    return rows, np.array([*whole, *halfway, message, further * message]), further
+
+
 @lru_cache(maxsize=1024)
 def _rows(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
 ) -> _Rows:
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    rows_of: _Found = {}
     last: dict[int, tuple[_Key, _Row]] = {}
     if pipeline == 1 or name in _ONE_STAGE:
-        rows_of: _Found = {}
         instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
         for whole, sent, absent in instants:
             rows_of["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
         if rank == pipeline - 1:
             whole, sent, absent = instants[0] if pipeline > 1 and name == "gpipe" else instants[-1]
             rows_of["F", rank, absent] = {(whole, 0, sent, 0): None}
+        sent = (micro_batches - 1 if name == "gpipe" else 1) * (rank > 0)
+        last[rank] = ("B", rank, ()), (1, 0, sent + (rank < pipeline - 1), 0)
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
-        rows_of = _followed(events, layout, rank)
         for key, row in _states(events, layout, rank):
+            rows_of.setdefault(key, {})[row] = None
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones
                 last[key[1]] = key, row
@@ -206,14 +206,6 @@ def _with_messages(
             arrives: Kind = "F" if kind == "F" else "B"
             events[receiver.rank].append((arrives, receiver.action.stage, True))
     return events
-
-
-def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
-    """Return what a rank holds at each of its actions that computes a loss or gradients."""
-    rows_of: _Found = {}
-    for key, row in _states(events, layout, rank):
-        rows_of.setdefault(key, {})[row] = None
-    return rows_of
 
 
 def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tuple[_Key, _Row]]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule
 
 from ..layers import recomputes_operators
 from ..parallel_state import ParallelState, engine
@@ -25,13 +24,56 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 
 
 class Pipeline:
-    """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks."""
+    """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks.
 
-    def __init__(self, schedule: Any, stages: Sequence[StageModule], *, state: ParallelState) -> None:
-        self._schedule, self._zero, self._state, self._greeted = schedule, state.layout.zero, state, False
-        self._roots: list[FSDPModule] = list(
-            dict.fromkeys(root for stage in stages for root in stage.root or ())
+    ``name`` is the schedule over this rank's ``stages``, those that ``layout.stages_of`` numbers. Each stage
+    of the model gives one tensor like its entry of ``travels``, which the next one takes. The first takes one
+    like ``entry``. The last gives the first argument of ``loss(given, target)``, which returns the
+    micro-batch's share of the step's loss. ``trains_all``: see ``DrivenStage``.
+
+    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
+    and for micro-batches or stages that the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        name: str,
+        microbatches: int,
+        entry: Travels,
+        travels: Sequence[Travels],
+        state: ParallelState,
+        trains_all: bool = False,
+    ) -> None:
+        layout = state.layout
+        check_schedule(name, layout, microbatches)
+        numbers = layout.stages_of(state.at.pipeline)
+        assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
+        if any(recomputes_operators(module) for stage in stages for module in stage.modules()):
+            check_recomputation(name, "selective")
+        driven = [
+            DrivenStage(
+                stage,
+                number,
+                layout.stages,
+                state.device,
+                takes=(travels[number - 1] if number else entry).meta(),
+                gives=travels[number].meta(),
+                group=state.pipeline.group,
+                zero=layout.zero,
+                trains_all=trains_all,
+            )
+            for stage, number in zip(stages, numbers, strict=True)
+        ]
+        several = schedule_kind(name).virtual_stages > 1
+        # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
+        self._schedule = SCHEDULE_CLASSES[name](
+            driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
         )
+        self._state, self._greeted = state, False
+        self._roots = [*dict.fromkeys(root for stage in stages for root in stage.root or ())]
 
     def step(self, *inputs: Tensor, target: Tensor | None = None, **keywords: Any) -> None:
         """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
@@ -43,57 +85,9 @@ class Pipeline:
         if not self._greeted and engine.accelerator.is_accelerator(self._state.device):
             greet(neighbours(self._state), self._state.pipeline.group, self._state.device)
         self._greeted = True
-        before_schedule(self._roots, zero=self._zero)
+        before_schedule(self._roots, zero=self._state.layout.zero)
         self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
         after_schedule(self._roots)
-
-
-def make_schedule(
-    stages: Sequence[StageModule],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    *,
-    name: str,
-    microbatches: int,
-    entry: Travels,
-    travels: Sequence[Travels],
-    state: ParallelState,
-    trains_all: bool = False,
-) -> Pipeline:
-    """Make the schedule ``name`` over this rank's stages, those that ``layout.stages_of`` numbers.
-
-    Each stage of the model gives one tensor like its entry of ``travels``, which the next one takes. The
-    first takes one like ``entry``. The last gives the first argument of ``loss(given, target)``, which
-    returns the micro-batch's share of the step's loss. ``trains_all``: see ``DrivenStage``.
-
-    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
-    and for micro-batches or stages that the schedule cannot run.
-    """
-    layout = state.layout
-    check_schedule(name, layout, microbatches)
-    numbers = layout.stages_of(state.at.pipeline)
-    assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
-    if any(recomputes_operators(module) for stage in stages for module in stage.modules()):
-        check_recomputation(name, "selective")
-    driven = [
-        DrivenStage(
-            stage,
-            number,
-            layout.stages,
-            state.device,
-            takes=(travels[number - 1] if number else entry).meta(),
-            gives=travels[number].meta(),
-            group=state.pipeline.group,
-            zero=layout.zero,
-            trains_all=trains_all,
-        )
-        for stage, number in zip(stages, numbers, strict=True)
-    ]
-    several = schedule_kind(name).virtual_stages > 1
-    # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
-    schedule = SCHEDULE_CLASSES[name](
-        driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
-    )
-    return Pipeline(schedule, stages, state=state)
 
 
 def neighbours(state: ParallelState) -> list[int]:

@@ -188,9 +188,9 @@ class Stages:
         """
         count = len(next(iter(samples.values())))
         if self._pipeline is None:
-            from .runner import make_schedule  # imports torch's compiler: half a second
+            from .runner import Pipeline  # imports torch's compiler: half a second
 
-            self._pipeline = make_schedule(
+            self._pipeline = Pipeline(
                 [self._module(number) for number in self.parts],
                 self._loss_of,
                 name=schedule,

@@ -106,8 +106,7 @@ def draw_times(axes: Any, table: Timetable) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_facecolor("#f4f4f4")
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _draw_sums(axes: Any, table: Timetable) -> None:
@@ -125,5 +124,4 @@ def _draw_sums(axes: Any, table: Timetable) -> None:
     axes.set_ylim(len(table.ranks) - 0.5, -0.5)
     axes.set_yticks([])
     axes.set_xticks([])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)

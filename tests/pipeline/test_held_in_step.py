@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from trilith.parallel_state import Layout
 from trilith.pipeline import layout_of, schedule_kind
-from trilith.pipeline.held_in_step import _followed, _with_messages, heaviest
+from trilith.pipeline.held_in_step import _states, _with_messages, heaviest
 from trilith.pipeline.schedule_actions import actions
 from trilith.pipeline.timetable import most_held
 
@@ -26,7 +26,9 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(name, s
         halfway = [draw.uniform(-20, 60) for _ in range(own)]
         message = draw.choice([0.0, 1.0, 5.0])
         weights = [*whole, *halfway, message, 0.0]
-        every = _followed(_with_messages(*shape)[rank], layout, rank)
+        every = {}
+        for key, row in _states(_with_messages(*shape)[rank], layout, rank):
+            every.setdefault(key, set()).add(row)
         expected = {
             key: max(sum(a * b for a, b in zip(row, weights, strict=True)) for row in rows)
             for key, rows in every.items()
