@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..layers import (
     Balancing,
@@ -23,7 +23,7 @@ from ..parallel_state import ParallelState, dtype_named, seed_of
 from ..parallel_state.engine import accelerator, to_empty
 from ..recipes.checks import without_effect
 from ..recipes.recipe import Recipe
-from ..recipes.sections import ExpertsSection, MemorySection
+from ..recipes.sections import MemorySection
 from ..simulation.model_flops import Mfu, peak_flops
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
@@ -68,8 +68,9 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
     model = model_on_meta(recipe, plan, state)
     unquantized = multiply_in_float8(model, recipe, state) if recipe.compute == "float8" else []
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
-    if recipe.experts is not None:
-        _keep_even(model, recipe.experts, count)
+    if (experts := recipe.experts) is not None:  # each router's loss is a part of a mean over all routers
+        balance = None if experts.balance is None else experts.balance / count
+        set_auxiliary_losses(model, balance=balance, z_loss=experts.z_loss / count)
     if recipe.compiles:
         compile_blocks(numbered_blocks(model).values(), or_without=recipe.compile == "auto")
     spare_memory(model, recipe.memory, plan.loss_chunk, state)
@@ -93,7 +94,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
         schedule=recipe.pipeline_schedule,
         state=state,
     )
-    bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
+    bias_rate = experts.bias_rate if experts is not None else 0.0
     update = Update(
         model,
         optimizer,
@@ -160,35 +161,25 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
     return lines
 
 
-def _keep_even(model: nn.Module, wanted: ExpertsSection, count: int) -> None:
-    """Set the routers' losses as the recipe says; each is a part of a mean over all routers."""
-    balance = None if wanted.balance is None else wanted.balance / count
-    set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / count)
-
-
 def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     """Return this rank's part of the model without memory; for any rank, if the state is a stand-in.
 
     Frozen weights have the dtype that the step computes in: more digits would not be used. A user's module
     whose constructor computes something, such as buffers, is made with memory for a real rank.
     """
-    family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
+    family: Any = plan.family
+    make = partial(family.build, plan.config, state=state, dtype=dtype_named(recipe.dtype))
     if isinstance(family, OwnFamily):
-        made = family.build(plan.config, split=recipe.split, state=state, dtype=master)
+        made = make(split=recipe.split)
         if state.mesh is not None and needs_memory(made):
-            resting = resting_device(state, offload=recipe.memory.offload)
             with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
                 torch.manual_seed(seed_of(recipe.seed, "module"))
-                made = family.build(
-                    plan.config, split=recipe.split, state=state, dtype=master, device=resting
-                )
+                resting = resting_device(state, offload=recipe.memory.offload)
+                made = make(split=recipe.split, device=resting)
         set_up_own(made, recipe, plan.groups)
         return made
-    if isinstance(family, AdaptedFamily):
-        frozen = dtype_named(recipe.compute_dtype)
-        model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)
-    else:
-        model = family.build(plan.config, split=split, state=state, dtype=master)
+    frozen = {"base_dtype": dtype_named(recipe.compute_dtype)} if isinstance(family, AdaptedFamily) else {}
+    model = make(split=plan.split, **frozen)
     freeze(model, plan.groups)
     model.pin_attention(recipe.attention_backend)
     return model

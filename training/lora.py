@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
-from ..models import AdaptedFamily, Family, LoraConfig, adapted
+from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, initialize
 from ..recipes.sections import LoraSection
 from ..runs.launch import own_rank
 
 if TYPE_CHECKING:
     from ..models import CausalLM
+    from ..recipes.recipe import Recipe
+    from .run_plan import RunPlan
 
 
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
@@ -21,52 +23,44 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     Its fingerprint is taken on the first rank, and ``agree_on_weights`` tells the others. Raises ``BadInput``
     for targets that the model does not have.
     """
+    family = adapted(base.family, recipe_shape(lora, base))
     if lora.init_from is None:
-        family = adapted(base.family, recipe_shape(lora))
         family.check(base.model_config, "recipe: lora")
-    else:
-        _check_alone(lora)
-        begun = read_adapter(lora.init_from, base, whole=own_rank() == 0).family
-        assert isinstance(begun, AdaptedFamily)
-        family = adapted(base.family, _with_dropout(lora, begun.lora))
     return family, stored_adapter(family, base, whole=own_rank() == 0)
 
 
-def recipe_shape(lora: LoraSection) -> LoraConfig:
-    """Return the recipe's adapters, or those that ``lora.init_from`` names."""
+def recipe_shape(lora: LoraSection, base: Source | None = None) -> LoraConfig:
+    """Return the recipe's adapters, or those that ``lora.init_from`` names, with the recipe's dropout if it
+    has one. ``base``: the weights that they must fit, if these are there.
+    """
     if lora.init_from is None:
         return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
-    _check_alone(lora)
-    return _with_dropout(lora, read_lora(lora.init_from))
-
-
-def _check_alone(lora: LoraSection) -> None:
-    stated = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
-    if stated:
+    if stated := sorted(lora.model_fields_set - {"init_from", "lora_dropout"}):
         expected = "only lora_dropout beside lora.init_from, whose adapters have the other settings"
         raise BadInput("recipe", f"lora.{stated[0]}", expected=expected, found=getattr(lora, stated[0]))
-
-
-def _with_dropout(lora: LoraSection, begun: LoraConfig) -> LoraConfig:
-    """Return the adapters of ``init_from``, with the recipe's dropout if it has one."""
-    if "lora_dropout" not in lora.model_fields_set:
-        return begun
-    return begun.model_copy(update={"lora_dropout": lora.lora_dropout})
+    if base is None:
+        begun = read_lora(lora.init_from)
+    else:
+        family = read_adapter(lora.init_from, base, whole=own_rank() == 0).family
+        assert isinstance(family, AdaptedFamily)
+        begun = family.lora
+    return begun.model_copy(update=lora.model_dump(include={"lora_dropout"} & lora.model_fields_set))
 
 
 def first_adapters(
-    lora: LoraSection,
-    base: Source,
-    family: Family,
+    recipe: Recipe,
+    plan: RunPlan,
     model: CausalLM,
-    seed: int,
     *,
     state: ParallelState,
     resuming: bool,
     say: Callable[[str], None],
 ) -> None:
     """Fill the base, which no checkpoint of the run holds, and for a new run the adapters."""
+    lora, base = recipe.lora, plan.source
+    assert lora is not None and base is not None
     load_source(base, model)
+    model.__dict__["adapter"] = plan.adapter  # so a checkpoint of adapters for another base is refused
     say(f"base weights from {base.path}, frozen")
     if resuming:
         return
@@ -74,5 +68,5 @@ def first_adapters(
         load_source(read_adapter(lora.init_from, base, whole=False), model)  # the plan looked at it
         say(f"adapters from {lora.init_from}")
         return
-    (stated,) = family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
-    initialize(model, seed, among=stated, state=state)
+    (stated,) = plan.family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
+    initialize(model, recipe.seed, among=stated, state=state)

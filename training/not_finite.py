@@ -57,15 +57,10 @@ def find_first_non_finite(step: Step, number: int, batch: Any) -> NoReturn:
     if first is not None:
         what = f"rank {first.rank}: the output of {first.module or 'the model'}"
     else:
-        bad = last_not_finite(model, state=state)
         gradients: list[tuple[float, str] | None] = [None] * state.layout.world
-        dist.all_gather_object(gradients, None if bad is None else (_depth(model, bad), bad))
+        dist.all_gather_object(gradients, last_not_finite(model, state=state))
         # The last in the model; of its ranks the first, since the data axes are summed by now.
-        named = [
-            (-gradient[0], rank, gradient[1])
-            for rank, gradient in enumerate(gradients)
-            if gradient is not None
-        ]
+        named = [(-last[0], rank, last[1]) for rank, last in enumerate(gradients) if last is not None]
         what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
     raise PeerFailed(f"step {number}: {what} is not finite; nothing was updated")
 
@@ -102,33 +97,22 @@ def looking(step: Step) -> Iterator[list[Origin]]:
             hook.remove()
 
 
-def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> str | None:
+def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> tuple[float, str] | None:
     """Return the last parameter on this rank (the first in a backward pass) whose gradient holds a NaN or an
-    infinity.
+    infinity, after its place in the model: the number of its block, or before or behind all blocks.
 
     For a tied embedding this is the first stage's copy, because the last stage's copy holds the sum.
     """
-    stage, stated = 0 if state is None else state.at.pipeline, declarations(model)
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-        and not (stated[name].ends and stage)
-        and not _all_finite(local_data(parameter.grad))
-    ]
-    return names[-1] if names else None
-
-
-def _depth(model: nn.Module, parameter: str) -> float:
-    """Return where in the model a parameter lies: its block's number, or before or behind all blocks."""
-    blocks, depth = find_blocks(model), -1.0
+    stage, stated, blocks = 0 if state is None else state.at.pipeline, declarations(model), find_blocks(model)
     paths = [path for path, module in model.named_modules() if module in blocks]
-    for name, _ in model.named_parameters():
-        inside = next((path for path in paths if name.startswith(f"{path}.")), None)
-        depth = depth if inside is None else math.inf
-        if name == parameter:
-            return depth if inside is None else whole_number(inside.rpartition(".")[2]) or 0
-    raise AssertionError(f"{parameter}: not a parameter of the model")
+    beside, last = -1.0, None
+    for name, parameter in model.named_parameters():
+        block = next((path for path in paths if name.startswith(f"{path}.")), None)
+        beside = beside if block is None else math.inf
+        grad = parameter.grad
+        if grad is not None and not (stated[name].ends and stage) and not _all_finite(local_data(grad)):
+            last = beside if block is None else whole_number(block.rpartition(".")[2]) or 0, name
+    return last
 
 
 def _all_finite(output: Any) -> bool:

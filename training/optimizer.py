@@ -6,6 +6,7 @@ Only matrices have weight decay, unless a group says otherwise. A pattern finds 
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -44,40 +45,28 @@ def assign(
     """
     assigned: dict[str, ParameterGroup] = {}
     for number, group in enumerate(groups):
-        key = f"optimizer.groups[{number}].match"
+        refused = partial(BadInput, where, f"optimizer.groups[{number}].match")
         try:
             pattern = compiled(group.match)
         except re.error as error:
-            raise BadInput(
-                where, key, expected="a regular expression", found=f"{group.match!r}: {error}"
-            ) from None
+            raise refused(expected="a regular expression", found=f"{group.match!r}: {error}") from None
         matched = [
             ours
             for ours, hf_names in names.items()
             if any(pattern.find("search", name) for name in (ours, *hf_names))
         ]
         if not matched:
-            raise BadInput(
-                where,
-                key,
-                expected="a pattern that finds a parameter",
-                found=repr(group.match),
-                todo=f"Near names: {', '.join(_near(group.match, names))}",
-            )
+            expected, todo = "a pattern that finds a parameter", f"Near names: {_near(group.match, names)}"
+            raise refused(expected=expected, found=repr(group.match), todo=todo)
         left = [ours for ours in matched if ours not in assigned]
         if not left:
-            raise BadInput(
-                where,
-                key,
-                expected="a parameter that no group before it takes",
-                found=f"{group.match!r}, which finds {len(matched)}, all taken",
-                todo="Put the narrower pattern first",
-            )
+            taken, todo = f"which finds {len(matched)}, all taken", "Put the narrower pattern first"
+            expected = "a parameter that no group before it takes"
+            raise refused(expected=expected, found=f"{group.match!r}, {taken}", todo=todo)
         assigned |= dict.fromkeys(left, group)
     if names and all(name in assigned and assigned[name].freeze for name in names):
-        raise BadInput(
-            where, "optimizer.groups", expected="a parameter that is not frozen", found="all of them frozen"
-        )
+        expected = "a parameter that is not frozen"
+        raise BadInput(where, "optimizer.groups", expected=expected, found="all of them frozen")
     return assigned
 
 
@@ -132,7 +121,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> list[str]:
+def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> str:
     """Return names that are like the pattern, or have a part that is; one name stands for all blocks."""
     known = [name for ours, hf_names in names.items() for name in (*hf_names, ours)]
     plain = re.sub(r"\\\.", ".", pattern)
@@ -144,4 +133,4 @@ def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> li
             for last in range(first + 1, len(words) + 1):
                 ends.setdefault(".".join(words[first:last]), name)
     near = difflib.get_close_matches(plain, ends, 2 * most, cutoff=0.4)
-    return list(dict.fromkeys(ends[part] for part in near))[:most] or known[:most]
+    return ", ".join(list(dict.fromkeys(ends[part] for part in near))[:most] or known[:most])

@@ -216,18 +216,14 @@ def _check_exchange(
     blocks = {path: block for path, block in model.named_modules() if block in find_blocks(model)}
     sent = dict.fromkeys(blocks, 0)
 
-    def looking(path: str, recorder: Recorder, sign: int) -> Callable[..., None]:
-        def look(*_: Any) -> None:
-            exchanges = (collective.axis == "context" for collective in recorder.collectives)
-            sent[path] += sign * sum(exchanges)
-
-        return look
+    def count(path: str, sign: int, *_: Any) -> None:
+        sent[path] += sign * sum(collective.axis == "context" for collective in recorder.collectives)
 
     hooks = []
     with shapes_only([model], MicroBatch(1, 1, gpu=False)), Recorder() as recorder, torch.no_grad():
         for path, block in blocks.items():
-            hooks.append(block.register_forward_pre_hook(looking(path, recorder, -1)))
-            hooks.append(block.register_forward_hook(looking(path, recorder, 1)))
+            hooks.append(block.register_forward_pre_hook(partial(count, path, -1)))
+            hooks.append(block.register_forward_hook(partial(count, path, 1)))
         part = {name: _cut(sample, dims.get(name), layout.context) for name, sample in samples.items()}
         try:
             Stages(model, ParallelState.stand_in(cut)).forward(part)

@@ -210,16 +210,16 @@ def check_run(recipe: Recipe) -> RunPlan:
         check_held_out(planned.own, planned.family, planned.config, named, recipe.layout)
     if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
-    attention = attention_calls(
-        planned.family.on_meta(planned.config),
-        recipe.device,
-        dtype_named(recipe.compute_dtype),
-        length=recipe.data.sequence_length,
-        packed=isinstance(batches, GlobalBatches) and batches.packed,
-        backend=recipe.attention_backend,
-    )
-    if recipe.layout.context > 1:  # blocks of attention, which nothing chooses
-        attention = {}
+    attention = {}
+    if recipe.layout.context == 1:  # else blocks of attention, which nothing chooses
+        attention = attention_calls(
+            planned.family.on_meta(planned.config),
+            recipe.device,
+            dtype_named(recipe.compute_dtype),
+            length=recipe.data.sequence_length,
+            packed=isinstance(batches, GlobalBatches) and batches.packed,
+            backend=recipe.attention_backend,
+        )
     return RunPlan(**vars(planned), batches=batches, held_out=held_out, attention=attention)
 
 

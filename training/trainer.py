@@ -236,36 +236,29 @@ class Trainer:
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; return the first step."""
-        for line in choices(self.recipe, self.plan, self.state):
-            self.terminal.say(line)
-        saving = self.recipe.checkpoint
+        recipe, plan, say = self.recipe, self.plan, self.terminal.say
+        for line in choices(recipe, plan, self.state):
+            say(line)
+        saving = recipe.checkpoint
         if saving.restore and saving.mirror is not None:
-            restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
-        newest = newest_of_run(self.checkpoints, self.state, say=self.terminal.say)
-        plan, lora = self.plan, self.recipe.lora
-        source, say = plan.source, self.terminal.say
-        if lora is not None and source is not None:
-            seed, state, resuming = self.recipe.seed, self.state, newest is not None
-            first_adapters(
-                lora, source, plan.family, self.model, seed, state=state, resuming=resuming, say=say
-            )
-            self.model.__dict__["adapter"] = (
-                plan.adapter
-            )  # so a checkpoint of adapters for another base is refused
+            restore_if_none(saving.mirror, self.checkpoints, self.state, say=say)
+        newest = newest_of_run(self.checkpoints, self.state, say=say)
+        if recipe.lora is not None:
+            first_adapters(recipe, plan, self.model, state=self.state, resuming=newest is not None, say=say)
         if newest is not None:
             plan.let_go()
             progress = load(newest, self.model, self.optimizer, state=self.state)
-            check_progress(self.recipe, plan, newest, progress, say=self.terminal.say)
+            check_progress(recipe, plan, newest, progress, say=say)
             self.update.restore(progress.memory)
-            self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
+            say(f"resumed from {newest} (written by {progress.layout})")
             self.resumed = (newest, progress)
             return progress.step
-        weights = source or self.recipe.model.init_from
-        if lora is None and weights is not None:
+        weights = plan.source or recipe.model.init_from
+        if recipe.lora is None and weights is not None:
             load(weights, self.model, state=self.state)
-            say(f"weights from {self.recipe.model.init_from}")
-        elif lora is None:
-            initialize(self.model, self.recipe.seed, state=self.state)
+            say(f"weights from {recipe.model.init_from}")
+        elif recipe.lora is None:
+            initialize(self.model, recipe.seed, state=self.state)
         plan.let_go()
         begin_moments(self.model, self.optimizer)
         return 0

@@ -228,21 +228,20 @@ class Update:
 
     def remember(self) -> dict[str, Any]:
         """Return plain data for a checkpoint; with it and the moments a run continues bit for bit."""
-        memory: dict[str, Any] = {"updates": self.made, "skipped": dict(self.skips)}
-        if self.loss_scale is not None:
-            memory["loss_scale"] = self.loss_scale.remember()
-        if self.spikes is not None:
-            memory["spikes"] = self.spikes.remember()
-        return memory
+        parts = {name: part.remember() for name, part in self._with_memory()}
+        return {"updates": self.made, "skipped": dict(self.skips), **parts}
 
     def restore(self, memory: Mapping[str, Any]) -> None:
         """Restore what ``remember`` returned; parts that the run did not have then start afresh."""
         self.made = int(memory.get("updates", 0))
         self.skips |= memory.get("skipped", {})
-        if self.loss_scale is not None and "loss_scale" in memory:
-            self.loss_scale.restore(memory["loss_scale"])
-        if self.spikes is not None and "spikes" in memory:
-            self.spikes.restore(memory["spikes"])
+        for name, part in self._with_memory():
+            if name in memory:
+                part.restore(memory[name])
+
+    def _with_memory(self) -> list[tuple[str, LossScale | Spikes]]:
+        parts = (("loss_scale", self.loss_scale), ("spikes", self.spikes))
+        return [(name, part) for name, part in parts if part is not None]
 
 
 def _unfit(loss: Tensor, norm: Tensor, trained: Tensor, *wrong: Tensor) -> Tensor:
