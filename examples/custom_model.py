@@ -36,7 +36,7 @@ from trilith.parallel_state import Layout, ParallelState, clip_gradients, initia
 from trilith.planner import MemoryPlan, Work, plan_memory, step_traffic
 from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
-VOCAB, FEATURES = 61, 6
+VOCAB, FEATURES, AXES = 61, 6, ("tensor", "pipeline", "data")
 
 
 class Recurrence(nn.Module):
@@ -257,7 +257,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["prove", "train", "dry-run"])
-    for axis in ("tensor", "pipeline", "data"):
+    for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=0, help="0 to 3")
     parser.add_argument(
@@ -268,13 +268,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "prove":
         return prove()
-    layout = Layout.of(
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        data=options.data,
-        zero=options.zero,
-        sequence=options.sequence_parallel,
-    )
+    sizes = {axis: getattr(options, axis) for axis in (*AXES, "zero")}
+    layout = Layout.of(sequence=options.sequence_parallel, **sizes)
     if options.what == "dry-run":
         dry_run(layout)
         return None

@@ -1,5 +1,7 @@
 """Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -13,7 +13,6 @@ from .schedule_kinds import bubble as bubble
 from .schedule_kinds import bubble_share as bubble_share
 from .schedule_kinds import check_recomputation as check_recomputation
 from .schedule_kinds import check_schedule as check_schedule
-from .schedule_kinds import micro_batches_for as micro_batches_for
 from .schedule_kinds import schedule_kind as schedule_kind
 from .stages import Stages as Stages
 from .timetable import Timed as Timed

@@ -15,8 +15,6 @@ dualpipev               two, down and up again          in two       DeepSeek-AI
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil
 from typing import Literal, get_args
 
 from ..parallel_state import BadInput, Layout, nearest
@@ -140,11 +138,3 @@ def bubble_share(
     waits = (pipeline - 1) * (2 if schedule == "dualpipev" else 1)
     thirds = 3 if schedule_kind(schedule).two_backwards else 1
     return waits / (thirds * virtual_stages * micro_batches + waits)
-
-
-def micro_batches_for(bubble: float, pipeline: int, virtual_stages: int = 1) -> int:
-    """Return the smallest number of micro-batches whose bubble (``bubble_share``, 1F1B or interleaved) is at
-    most ``bubble``, a share above 0.
-    """
-    needed = Fraction(pipeline - 1, virtual_stages) * (1 / Fraction(str(bubble)) - 1)
-    return max(1, ceil(needed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import isqrt
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ class BadInput(ValueError):
         super().__init__(with_addresses(f"{message}. {todo}" if todo else message))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.where, self.key, self.expected, self.found, self.todo))
+        facts = partial(type(self), self.where, self.key, expected=self.expected, found=self.found)
+        return partial(facts, todo=self.todo), ()
 
 
 class BadCheckpoint(BadInput):
@@ -135,9 +137,3 @@ def from_validation(
         expected=first["msg"].removeprefix("Input should be "),
         found=text if len(text) <= 80 else f"{text[:80]}…",
     )
-
-
-def _rebuild(
-    kind: type[BadInput], where: object, key: object, expected: object, found: object, todo: str
-) -> BadInput:
-    return kind(where, key, expected=expected, found=found, todo=todo)

@@ -172,19 +172,11 @@ def _section(entry: Entry) -> str:
     lines = [f"## `{entry.name}`\n", f"```python\n{_head(entry)}\n```\n", _markdown(docstring(entry)), ""]
     rows = []
     for method in methods(entry):
-        call = "" if _decorators(method) & {"property", "cached_property"} else f"({_names(method)})"
+        names = ", ".join(re.split("[: =]", argument)[0] for argument in _arguments(method, method=True))
+        call = "" if _decorators(method) & {"property", "cached_property"} else f"({names})"
         first = _markdown(ast.get_docstring(method) or "").split("\n\n")[0]
         rows.append(f"- `{method.name}{call}`: {' '.join(first.split())}")
     return "\n".join([*lines, *rows, ""] if rows else lines)
-
-
-def _names(method: ast.FunctionDef) -> str:
-    arguments = method.args
-    plain = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
-    plain = plain if "staticmethod" in _decorators(method) else plain[1:]
-    plain += ["*" + arguments.vararg.arg] if arguments.vararg else ["*"] if arguments.kwonlyargs else []
-    plain += [argument.arg for argument in arguments.kwonlyargs]
-    return ", ".join(plain + (["**" + arguments.kwarg.arg] if arguments.kwarg else []))
 
 
 def _first_line(entry: Entry) -> str:

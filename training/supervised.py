@@ -102,21 +102,15 @@ def run(
     if layout.world == 1:
         train(plan)
         return 0
+    ranks_to_start = counted(layout.world, "rank")
     if trackers or callbacks:
-        raise BadInput(
-            "run", "trackers" if trackers else "callbacks",
-            expected="ranks that torchrun has started, or one rank",
-            found=f"{counted(layout.world, 'rank')} to start, which cannot be handed an object",
-            todo="Start your script with torchrun",
-        )  # fmt: skip
+        expected, todo = "ranks that torchrun has started, or one rank", "Start your script with torchrun"
+        key, started = "trackers" if trackers else "callbacks", f"{ranks_to_start} to start, which cannot be "
+        raise BadInput("run", key, expected=expected, found=f"{started}handed an object", todo=todo)
     if file is None:
-        raise BadInput(
-            "run",
-            "recipe",
-            expected=f"a file, which the {counted(layout.world, 'rank')} can read",
-            found="a Recipe",
-            todo="Give the file's name, or start the ranks with torchrun",
-        )
+        expected = f"a file, which the {ranks_to_start} can read"
+        todo = "Give the file's name, or start the ranks with torchrun"
+        raise BadInput("run", "recipe", expected=expected, found="a Recipe", todo=todo)
     plan.let_go()  # the ranks make plans of their own
     switches = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
     arguments = ["train", file, *overrides, *(switch for switch, is_set in switches.items() if is_set)]

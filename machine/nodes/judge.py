@@ -7,7 +7,7 @@ from statistics import median_high, median_low
 from typing import Any
 
 from ...system import counted
-from ..facts import Finding
+from ..facts import Finding, Level
 from .links import Link
 
 #: A link or a disk that has less than this share of what the others have is slow.
@@ -68,22 +68,21 @@ def _folders(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterat
         rates = [disk["written"] for disk in each if not disk["error"]]
         usual = median_high(rates) if rates else 0.0
         for name, disk in zip(names, each, strict=True):
-            check = f"{folder} on {name}"
-            if disk["error"]:
-                todo = "Mount it there, or choose a folder that all nodes can write to"
-                yield Finding("folders", check, "fault", f"cannot be written to: {disk['error']}", todo), name
-                continue
-            speeds = (
+            text = (
                 f"writes {disk['written'] / _GB:.2f} GB/s, reads {disk['read'] / _GB:.2f} GB/s, "
                 f"{disk['free'] / _GB:.1f} GB free"
             )
-            if disk["written"] < _SLOW * usual:
-                slow = f"{speeds}; {usual / _GB:.2f} GB/s elsewhere"
-                yield Finding("folders", check, "fault", slow, _REPLACE), name
-            elif disk["free"] < _LEAST_ROOM:
-                yield Finding("folders", check, "warning", speeds, "Make room, or choose another disk"), None
+            todo, bad = "", True
+            if disk["error"]:
+                text = f"cannot be written to: {disk['error']}"
+                todo = "Mount it there, or choose a folder that all nodes can write to"
+            elif disk["written"] < _SLOW * usual:
+                text, todo = f"{text}; {usual / _GB:.2f} GB/s elsewhere", _REPLACE
             else:
-                yield Finding("folders", check, "ok", speeds), None
+                todo = "Make room, or choose another disk" if disk["free"] < _LEAST_ROOM else ""
+                bad = False
+            level: Level = "fault" if bad else "warning"
+            yield Finding.unless("folders", f"{folder} on {name}", text, todo, level), name if bad else None
 
 
 def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> Iterator[_Found]:

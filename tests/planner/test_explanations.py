@@ -1,5 +1,6 @@
 """``trilith plan explain``: the text of a formula gives what is shown, and what the planner computes."""
 
+from itertools import count
 from math import ceil, log2
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 from support.topics import explained
 from trilith.cli.app import run
 from trilith.cli.plan_explain import read_table
-from trilith.pipeline.schedule_kinds import bubble_share, micro_batches_for
+from trilith.pipeline import bubble_share
 from trilith.planner.explanation import evaluate, readable
 from trilith.planner.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 
@@ -55,7 +56,9 @@ def of_bubble(at, words):
     schedule = option(words, "--schedule", "1f1b")
     share = bubble_share(at.p, at.m, at.v, schedule=schedule)
     values = {"bubble": share, "efficiency": 1 - share, "overhead": share / (1 - share)}
-    return values | ({"needed": micro_batches_for(at.b, at.p, at.v)} if hasattr(at, "b") else {})
+    if hasattr(at, "b"):
+        values["needed"] = next(m for m in count(1) if bubble_share(at.p, m, at.v) <= at.b + 1e-15)
+    return values
 
 
 def of_pipeline(at, words):

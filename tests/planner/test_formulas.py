@@ -8,7 +8,6 @@ from support.configs import config
 from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
-from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of_piece
 from trilith.planner.ring_and_tree import ring_wire_bytes
@@ -116,14 +115,6 @@ def test_flops_of_a_token_are_the_plan_s():
     mfu = Mfu(flops, 16384, 989e12)(2.65e6)
     assert (stated["mfu_causal"], stated["mfu_full"]) == pytest.approx((mfu.causal, mfu.full), rel=1e-12)
     assert stated["hfu"] == pytest.approx(mfu.causal * 8 / 6, rel=1e-12)  # a second forward
-
-
-@pytest.mark.parametrize("bubble", [0.05, 0.1, 0.25, 0.5])
-@pytest.mark.parametrize(("pipeline", "virtual"), [(4, 1), (8, 2), (32, 1), (16, 3), (1, 1)])
-def test_the_number_of_micro_batches_for_a_bubble_is_the_smallest(bubble, pipeline, virtual):
-    found = micro_batches_for(bubble, pipeline, virtual)
-    assert bubble_share(pipeline, found, virtual) <= bubble + 1e-15
-    assert found == 1 or bubble_share(pipeline, found - 1, virtual) > bubble
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
