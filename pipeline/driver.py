@@ -20,7 +20,6 @@ from ..parallel_state.engine import (
     ForwardOrder,
     compute_weight_gradients,
     computed_with,
-    end_backward,
     fsdp_modules,
     gather_weights,
     in_one_backward,
@@ -219,17 +218,3 @@ def _free(infos: Sequence[Any]) -> None:
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty(0)
-
-
-def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:
-    """Prepare a step: gathered weights stay until its end, or with ``zero`` 3 while their block runs."""
-    for root in roots:
-        root.set_is_last_backward(False)
-        root.set_reshard_after_backward(zero == 3)
-        root.set_requires_gradient_sync(False)
-
-
-def after_schedule(roots: Sequence[FSDPModule]) -> None:
-    """Finish a step: sum the gradients that are not summed yet, and free all gathered weights."""
-    for root in roots:
-        end_backward(root)

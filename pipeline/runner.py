@@ -8,7 +8,7 @@ from torch.distributed import pipelining
 
 from ..layers import recomputes_operators
 from ..parallel_state import ParallelState, engine
-from .driver import DrivenStage, StageModule, after_schedule, before_schedule
+from .driver import DrivenStage, StageModule
 from .relay import Travels, greet
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 
@@ -85,9 +85,13 @@ class Pipeline:
         if not self._greeted and engine.accelerator.is_accelerator(self._state.device):
             greet(neighbours(self._state), self._state.pipeline.group, self._state.device)
         self._greeted = True
-        before_schedule(self._roots, zero=self._state.layout.zero)
+        for root in self._roots:  # gathered weights stay until the end, or with ZeRO 3 while their block runs
+            root.set_is_last_backward(False)
+            root.set_reshard_after_backward(self._state.layout.zero == 3)
+            root.set_requires_gradient_sync(False)
         self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
-        after_schedule(self._roots)
+        for root in self._roots:  # sum the gradients that are not summed yet, and free all gathered weights
+            engine.end_backward(root)
 
 
 def neighbours(state: ParallelState) -> list[int]:

@@ -110,13 +110,9 @@ def check_recomputation(name: str, mode: str, where: str = "step") -> None:
     a block again for both, and the others would be computed twice.
     """
     if schedule_kind(name).two_backwards:
-        raise BadInput(
-            where,
-            "memory.checkpointing",
-            expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
-            found=mode,
-            todo="Its backward comes in two parts, and each would compute a block's forward again",
-        )
+        expected = f"none with layout.schedule={name}, or 1f1b or interleaved"
+        todo = "Its backward comes in two parts, and each would compute a block's forward again"
+        raise BadInput(where, "memory.checkpointing", expected=expected, found=mode, todo=todo)
 
 
 def bubble(name: str, layout: Layout, micro_batches: int) -> float:

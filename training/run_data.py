@@ -31,11 +31,7 @@ class HeldOut:
 
 def open_data(recipe: Recipe) -> GlobalBatches | ItemBatches:
     """Open the run's batches; ``BadInput`` for what the token files, or the user's data sets, cannot give."""
-    data = recipe.data
-    if data.module is not None:
-        return _own(recipe, data, "data", data.weights, data.global_batch)
-    assert data.tokens is not None
-    return _open(recipe, data.tokens, data.weights, data.global_batch)
+    return _opened(recipe, recipe.data, "data", recipe.data.weights, recipe.data.global_batch)
 
 
 def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
@@ -47,25 +43,15 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if section is None:
         return None
     unit = recipe.layout.data * (1 if recipe.loss is None else recipe.data.micro_batch)
-    if section.module is not None:
-        items = _own(recipe, section, "evaluation", None, 1)
-        samples = min(section.samples, items.samples)
-        _check_whole(samples, unit, counted(items.samples, "item"))
-        return HeldOut(items.resized(samples), samples)
-    assert section.tokens is not None
-    rows = _open(recipe, section.tokens, None, 1)
-    check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
+    rows = _opened(recipe, section, "evaluation", None, 1)
+    if isinstance(rows, GlobalBatches):
+        check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
-    if recipe.loss is not None:  # which would count the rows that fill up the last micro-batch
-        _check_whole(samples, unit, counted(rows.samples, "row"))
-    return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
-
-
-def _check_whole(samples: int, unit: int, there: str) -> None:
-    """Refuse a number of held-out samples that is not one of whole micro-batches on each data rank."""
-    if samples % unit:
+    if recipe.loss is not None and samples % unit:  # it would count rows that fill up the last one
+        there = counted(rows.samples, "row" if isinstance(rows, GlobalBatches) else "item")
         expected = f"a multiple of data x micro_batch = {unit}, of {there}"
         raise BadInput("recipe", "evaluation.samples", expected=expected, found=samples)
+    return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
@@ -122,14 +108,11 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
             beside = _tokenizer_beside(file)
             if beside is not None and give_the_same_ids(folder, beside):
                 continue
-            raise BadInput(
-                key,
-                file.path,
-                expected=f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})",
-                found=f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})",
-                todo=f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
-                "tokenizer's files of the tokens in place of the model's",
-            )
+            expected = f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})"
+            other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
+            todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
+            todo += "tokenizer's files of the tokens in place of the model's"
+            raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
 
 
 def _fingerprints(folder: Path, names: Sequence[str]) -> Iterator[str]:
@@ -149,15 +132,27 @@ def _reach(mirror: str | None) -> None:
     folder.sizes()
 
 
-def _own(
+def _opened(
     recipe: Recipe,
     section: DataSection | EvaluationSection,
     key: str,
     weights: list[float] | None,
     global_batch: int,
-) -> ItemBatches:
-    """Make the user's data sets, and batches of their items."""
-    assert section.module is not None
+) -> GlobalBatches | ItemBatches:
+    """Open a section's batches: of token files, or of the user's data sets, which are made."""
+    length, seed, data = recipe.data.sequence_length, recipe.seed, recipe.data
+    if section.module is None:
+        assert section.tokens is not None
+        names = [section.tokens] if isinstance(section.tokens, str) else section.tokens
+        files = [TokenFile.open(Path(name)) for name in names]
+        check_weights(weights, len(files))
+        source: TokenFile | Mixture = files[0]
+        if len(files) > 1:
+            source = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
+        return GlobalBatches(
+            source, length, global_batch, seed,
+            documents=data.documents, samples=data.samples, overlong=data.overlong,
+        )  # fmt: skip
     modules = [section.module] if isinstance(section.module, str) else section.module
     stated = section.arguments
     arguments = stated if isinstance(stated, list) else [stated] * len(modules)
@@ -171,7 +166,6 @@ def _own(
         source = call_own(code, keywords, f"{key}.arguments", within=f"{key}.module")
         shown = json.dumps(keywords, sort_keys=True, default=str)
         sources.append((source, f"{name.rpartition(':')[2]}({shown}) of a file with SHA-256 {code.digest}"))
-    length, seed = recipe.data.sequence_length, recipe.seed
     return ItemBatches(sources, weights, length, global_batch, seed, key=f"{key}.module")
 
 
@@ -180,23 +174,3 @@ def check_weights(weights: list[float] | None, count: int) -> None:
     if weights is not None and len(weights) != count:
         expected = f"{counted(count, 'number')}, one a file"
         raise BadInput("recipe", "data.weights", expected=expected, found=weights)
-
-
-def _open(
-    recipe: Recipe, tokens: str | Sequence[str], weights: list[float] | None, global_batch: int
-) -> GlobalBatches:
-    names = [tokens] if isinstance(tokens, str) else tokens
-    files = [TokenFile.open(Path(name)) for name in names]
-    check_weights(weights, len(files))
-    source: TokenFile | Mixture = files[0]
-    if len(files) > 1:
-        source = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
-    return GlobalBatches(
-        source,
-        recipe.data.sequence_length,
-        global_batch,
-        recipe.seed,
-        documents=recipe.data.documents,
-        samples=recipe.data.samples,
-        overlong=recipe.data.overlong,
-    )

@@ -101,12 +101,8 @@ def plan(recipe: Recipe) -> Plan:
         _check_stated(recipe, family, config, where)
     _check_mtp(recipe, config, where)
     if recipe.data.sequence_length > config.max_position_embeddings:
-        raise BadInput(
-            "recipe",
-            "data.sequence_length",
-            expected=f"at most the model's {config.max_position_embeddings} positions",
-            found=recipe.data.sequence_length,
-        )
+        expected = f"at most the model's {config.max_position_embeddings} positions"
+        raise BadInput("recipe", "data.sequence_length", expected=expected, found=recipe.data.sequence_length)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=recipe.lora is not None)
     adapter: StoredAdapter | None = None
@@ -117,9 +113,7 @@ def plan(recipe: Recipe) -> Plan:
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
-    one_block_of_each_kind(
-        family, config, layout
-    )  # a block of each kind, and the ends, refuse each cut that is not even
+    one_block_of_each_kind(family, config, layout)  # and the ends: they refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     return Plan(
@@ -150,13 +144,11 @@ def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     memory, layout, name = recipe.memory, recipe.layout, recipe.pipeline_schedule
     if not config.head_is_last:  # what comes after the output layer is not known
         if memory.loss_chunk not in ("auto", 0):
-            expected, todo = (
-                "0 or auto",
+            todo, chunk = (
                 "What this model computes after its output layer is transformers' own",
+                memory.loss_chunk,
             )
-            raise BadInput(
-                "recipe", "memory.loss_chunk", expected=expected, found=memory.loss_chunk, todo=todo
-            )
+            raise BadInput("recipe", "memory.loss_chunk", expected="0 or auto", found=chunk, todo=todo)
         return 0
     if memory.loss_chunk != "auto":
         return memory.loss_chunk
