@@ -196,11 +196,6 @@ def positions_needed(longest: int, most: int) -> int:
     return longest + most - 1
 
 
-def most_new_tokens(longest: int, positions: int) -> int:
-    """Return the number of new tokens that a prompt of ``longest`` tokens leaves room for."""
-    return positions - positions_needed(longest, 0)
-
-
 def check_length(longest: int, most: int, positions: int) -> None:
     """Refuse a prompt of ``longest`` tokens and ``most`` new ones that need more positions than there are."""
     needed = positions_needed(longest, most)

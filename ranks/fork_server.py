@@ -56,7 +56,9 @@ def serve(requests: socket.socket) -> int:
                 requests.close()
                 for fd in (woken, wake, life, *lives.values()):
                     os.close(fd)
-                _print_to(printed)
+                for stream in (1, 2):
+                    os.dup2(printed, stream)
+                os.close(printed)
                 os.setsid()
                 return pipe
             os.write(life, LIFE.pack(pid))
@@ -74,12 +76,6 @@ def _report_ended(lives: dict[int, int]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the harness no longer asks
             os.write(life, LIFE.pack(os.waitstatus_to_exitcode(status)))
         os.close(life)
-
-
-def _print_to(fd: int) -> None:
-    for stream in (1, 2):
-        os.dup2(fd, stream)
-    os.close(fd)
 
 
 def start() -> NoReturn:

@@ -79,13 +79,12 @@ def started_with(*variables: str) -> list[int]:
 class OwnMemory:
     """Hold the memory of this process in bytes.
 
-    ``virtual``: all its address space. ``resident``: what lies in RAM now. ``anonymous``: the part of that
-    which comes from no file. ``data``: what ``RLIMIT_DATA`` counts.
+    ``virtual``: all its address space. ``resident``: what lies in RAM now. ``data``: what ``RLIMIT_DATA``
+    counts.
     """
 
     virtual: int
     resident: int
-    anonymous: int
     data: int
 
 
@@ -93,10 +92,10 @@ def own_memory() -> OwnMemory | None:
     """Ask the system how much memory this process holds; ``None`` where it does not say."""
     try:
         pages = [int(number) for number in (_PROC / "self" / "statm").read_text().split()]
-        virtual, resident, shared, _, _, data, _ = (count * resource.getpagesize() for count in pages)
+        virtual, resident, _, _, _, data, _ = (count * resource.getpagesize() for count in pages)
     except (OSError, ValueError):
         return None
-    return OwnMemory(virtual, resident, resident - shared, data)
+    return OwnMemory(virtual, resident, data)
 
 
 #: The variable by which a launcher tells its ranks its process id.

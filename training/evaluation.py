@@ -40,15 +40,14 @@ class Evaluator:
         share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
         if self.named:
             rows = self._rows(share)
-            return float(self.step.evaluate(rows if isinstance(rows, dict) else rows.samples()).loss)
-        assert isinstance(batches, GlobalBatches)
-        counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
-        labels = batches.count_labels(0, counted)
-        parts = (
-            self._rows(range(begin, min(begin + size, share.stop)))
-            for begin in range(share.start, share.stop, size)
-        )
-        batch = BatchParts(len(share), batches.sequence_length, labels, parts)
+            batch = rows if isinstance(rows, dict) else rows.samples()
+        else:
+            assert isinstance(batches, GlobalBatches)
+            counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
+            starts = range(share.start, share.stop, size)
+            parts = (self._rows(range(start, min(start + size, share.stop))) for start in starts)
+            labels = batches.count_labels(0, counted)
+            batch = BatchParts(len(share), batches.sequence_length, labels, parts)
         return float(self.step.evaluate(batch).loss)
 
     def _rows(self, rows: range) -> Any:

@@ -11,11 +11,10 @@ from ...planner.dry_run import heaviest, plan_without_weights
 from ...recipes.recipe import parse_recipe
 from ...system import counted
 from ..random_files import llama
-from .conversion import conversion_speed
 from .layouts import compare_layout
 from .row import Case
 from .speed import collective_speed, device_speed
-from .steps import WARM_UP, peak_memory, step_stalls, train_steps
+from .steps import WARM_UP, conversion_speed, peak_memory, step_stalls, train_steps
 
 #: The parts in the order in which they run: what is cheap and what the rest is judged by comes first.
 PARTS = ("speed", "parity", "links", "mfu", "memory", "saving", "conversion")

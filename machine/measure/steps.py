@@ -1,13 +1,18 @@
-"""Time real training steps of a recipe: the trainer's own loop, from the data to the update."""
+"""Time real training steps of a recipe, in the trainer's own loop, and what a save and a conversion take."""
 
+import filecmp
 import os
+import shutil
 import statistics
+import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...checkpoints import convert
 from ...parallel_state import ParallelState, dtype_named
 from ...planner.dry_run import heaviest
 from ...recipes.recipe import Recipe, parse_recipe
@@ -17,6 +22,7 @@ from ...simulation.model_flops import Mfu, flops_of_token, peak_flops
 from ...testing import LiveBytes
 from ...training import Trainer, check_run
 from ...training.run_plan import RunPlan
+from ..random_files import write_hf_folder
 from .row import Figures
 from .speed import matmul_flops
 from .timing import StepClock
@@ -120,7 +126,8 @@ def step_stalls(recipe: dict[str, Any]) -> dict[str, Any]:
         Trainer(checked, state, quiet=True).run(lambda metrics: clock.tick())
         seconds = clock.seconds()[1:]
     median, longest = statistics.median(seconds), max(seconds)
-    size = _bytes_of_newest(checked)
+    newest = max(Path(checked.out, "checkpoints").glob("step-*"))
+    size = sum(os.stat(path).st_size for path in newest.rglob("*") if path.is_file())
     return {
         "figures": {
             "stall: s": longest - median,
@@ -132,6 +139,28 @@ def step_stalls(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bytes_of_newest(recipe: Recipe) -> int:
-    newest = max(Path(recipe.out, "checkpoints").glob("step-*"))
-    return sum(os.stat(path).st_size for path in newest.rglob("*") if path.is_file())
+def conversion_speed(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Write a folder of random bf16 weights; convert it to tensor 4 x pipeline 2 and back, and copy it.
+
+    All of it lies in ``folder``, which must exist. The files are in the page cache when they are read.
+    """
+    source, copied = Path(folder, "hf"), Path(folder, "copied")
+    cut, back = Path(folder, "cut"), Path(folder, "back")
+    size = write_hf_folder(source, config, dtype="BF16")
+    figures: Figures = {"weights: GB": size / 1e9}
+    tensor = 4 if config["num_key_value_heads"] % 4 == 0 else 2
+    work: dict[str, Callable[[], object]] = {
+        "copy": lambda: shutil.copytree(source, copied),
+        "to sharded": lambda: convert(source, cut, tensor=tensor, pipeline=2),
+        "to Hugging Face": lambda: convert(cut, back),
+    }
+    for name, run in work.items():
+        began = time.perf_counter()
+        run()
+        figures[f"{name}: GB/s"] = size / 1e9 / (time.perf_counter() - began)
+    names = [path.name for path in source.glob("*.safetensors")]
+    _, other, missing = filecmp.cmpfiles(source, back, names, shallow=False)
+    note = f"tensor {tensor} x pipeline 2, checksums and fsync included; the copy has neither"
+    if other or missing:
+        return {"figures": figures, "status": "differs", "note": f"other bytes after the way back; {note}"}
+    return {"figures": figures, "status": "passed", "note": f"same bytes after the way back; {note}"}

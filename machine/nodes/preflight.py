@@ -34,25 +34,16 @@ class Preflight:
     verdict: Verdict
 
 
-def node_name() -> str:
-    """Return this node's name: the one that Slurm knows it by, or else the host's."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def facts_of_node() -> dict[str, str]:
-    """Return the facts in which all nodes should be alike, by name."""
-    facts = {name: version or "not installed" for name, version in versions().items()}
-    here = gpus()
+def node_card(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what this node says of itself, in a form that JSON can hold: its name, Slurm's or else the host's,
+    the facts in which all nodes should be alike, and its folders.
+    """
+    facts, here = {name: version or "not installed" for name, version in versions().items()}, gpus()
     names = here["names"]
     facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
-    return facts | ({"NCCL": here["nccl"], "driver": driver()} if names else {})
-
-
-def node_card(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what this node says of itself, in a form that JSON can hold."""
     return {
-        "name": node_name(),
-        "facts": facts_of_node(),
+        "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "facts": facts | ({"NCCL": here["nccl"], "driver": driver()} if names else {}),
         "folders": {str(folder): asdict(measure_folder(folder)) for folder in folders},
     }
 
