@@ -46,16 +46,15 @@ def bench(
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from ..machine import measure
-    from ..machine.measure.cases import PARTS
+    from ..machine.measure.cases import PARTS, Case
     from ..machine.measure.page import make_page, shown_figure
-    from ..machine.measure.row import Case, Row
-    from ..machine.measure.run import check_parts, report_json
+    from ..machine.measure.run import Row, check_parts, report_json
     from ..storage.file_names import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
 
-    parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
+    parts = tuple(PARTS) if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
     if out.is_dir() and any(out.iterdir()):
         raise BadInput(out, expected="a new folder, or an empty one", found="files in it")

@@ -6,8 +6,7 @@ Offers ``diagnose``, a check of the machine before a run, ``preflight``, a compa
 
 from .doctor.checks import diagnose
 from .facts import Finding
-from .measure.row import Row
-from .measure.run import Report, measure
+from .measure.run import Report, Row, measure
 from .nodes.preflight import Preflight, preflight
 
 __all__ = ["Finding", "Preflight", "Report", "Row", "diagnose", "measure", "preflight"]

@@ -74,23 +74,18 @@ class _Order:
 
 def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return all forwards, and then all backwards."""
-    order = _Order()
-    for kind in _WHOLE:
-        for _ in range(count):
-            order.add(kind, rank)
-    return order.actions
+    return [Action(kind, rank, micro_batch) for kind in _WHOLE for micro_batch in range(count)]
 
 
 def one_forward_one_backward(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return 1F1B (Narayanan et al. 2019): as many forwards as ranks follow, then a backward for each."""
-    order, ahead = _Order(), min(ranks - rank, count)
-    for _ in range(ahead):
-        order.add("F", rank)
-    for number in range(count):
-        order.add("B", rank)
-        if ahead + number < count:
-            order.add("F", rank)
-    return order.actions
+    ahead = min(ranks - rank, count)
+    order = [Action("F", rank, micro_batch) for micro_batch in range(ahead)]
+    for micro_batch in range(count):
+        order.append(Action("B", rank, micro_batch))
+        if ahead + micro_batch < count:
+            order.append(Action("F", rank, ahead + micro_batch))
+    return order
 
 
 def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool = False) -> list[Action]:

@@ -27,8 +27,7 @@ from ...simulation.pieces import ModelPieces
 from ...simulation.trace import Trace
 from ...training import Precision, shard_over_data
 from ..random_files import built, llama
-from .row import Figures
-from .timing import seconds_of
+from .timing import Figures, seconds_of
 
 if TYPE_CHECKING:
     from ...models import CausalLM

@@ -1,6 +1,6 @@
 """Choose what to measure on a machine: which layouts, shapes and sizes fit its devices and its disk."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,20 @@ from ...recipes.recipe import parse_recipe
 from ...system import counted
 from ..random_files import llama
 from .layouts import compare_layout
-from .row import Case
 from .speed import collective_speed, device_speed
 from .steps import WARM_UP, conversion_speed, peak_memory, step_stalls, train_steps
 
-#: The parts in the order in which they run: what is cheap and what the rest is judged by comes first.
-PARTS = ("speed", "parity", "links", "mfu", "memory", "saving", "conversion")
+#: The parts, with their titles, in the order in which they run: what is cheap and what the rest is judged by
+#: comes first.
+PARTS = {
+    "speed": "The device itself",
+    "parity": "Each layout against one process in fp64",
+    "links": "Links between ranks",
+    "mfu": "Training steps",
+    "memory": "Peak memory against the planner's figure",
+    "saving": "Checkpoints: how much longer a step takes",
+    "conversion": "Conversion",
+}
 
 #: The ranks that share a CPU's cores where its speed and its links are measured.
 CPU_RANKS = 2
@@ -26,6 +34,23 @@ _FILLED = 0.92
 _MODES = ("eager", "compiled")
 #: The shape for a CPU: 56 million parameters, most of them embeddings.
 SMALL = llama(512, 8, ids=32000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """State one measurement: ``work(**options)`` on ``world`` new processes, ended after ``seconds``.
+
+    ``work`` returns ``figures``, and may return ``status`` and ``note``; it stands at the top of a module.
+    ``note`` is what the report says besides. A case without ``work`` is left out, for the reason in ``note``.
+    """
+
+    part: str
+    what: str
+    work: Callable[..., dict[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    world: int = 1
+    seconds: float = 120.0
+    note: str = ""
 
 
 @dataclass(frozen=True)

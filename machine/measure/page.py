@@ -6,19 +6,9 @@ from typing import Any
 
 from ...runs.report.html import folded, table, whole_page
 from .cases import PARTS
-from .row import Row
-from .run import Report
+from .run import Report, Row
 
 MARK = '<meta name="generator" content="trilith bench">'
-TITLES = {
-    "speed": "The device itself",
-    "parity": "Each layout against one process in fp64",
-    "links": "Links between ranks",
-    "mfu": "Training steps",
-    "memory": "Peak memory against the planner's figure",
-    "saving": "Checkpoints: how much longer a step takes",
-    "conversion": "Conversion",
-}
 
 
 def make_page(report: Report) -> str:
@@ -27,10 +17,10 @@ def make_page(report: Report) -> str:
         "<h1>trilith bench</h1>",
         table([[key, _text(value)] for key, value in report.machine.items()], caption="Machine"),
     ]
-    for part in PARTS:
+    for part, title in PARTS.items():
         rows = [row for row in report.rows if row.part == part]
         if rows:
-            body += [f"<h2>{escape(TITLES[part])}</h2>", _part(rows)]
+            body += [f"<h2>{escape(title)}</h2>", _part(rows)]
     findings = ([finding.level, finding.check, finding.found, finding.todo] for finding in report.doctor)
     body += ["<h2>Doctor</h2>", table(findings, head=("", "check", "found", "what to do"))]
     return whole_page("trilith bench", "".join(body), mark=MARK)

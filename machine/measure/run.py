@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,13 +19,32 @@ from ..child import finite, in_ranks
 from ..doctor.checks import diagnose
 from ..facts import Finding, gpus, host
 from ..random_files import write_tokens
-from .cases import CPU_RANKS, PARTS, Bench, cases
-from .row import Case, Row
+from .cases import CPU_RANKS, PARTS, Bench, Case, cases
+from .timing import Figures
 
 #: A measurement is not begun with less than this left, in seconds.
 _LEAST = 5.0
 #: Ids of the token file: several batches of the largest case.
 _TOKENS = 4_000_000
+
+
+#: done: measured. passed, differs: compared with a bound. failed: no result. left out: not tried.
+Status = Literal["done", "passed", "differs", "failed", "left out"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one line of the report. ``note`` says why, or under which conditions; ``output`` is all that the
+    processes of a failed measurement printed.
+    """
+
+    part: str
+    what: str
+    status: Status
+    figures: Figures = field(default_factory=dict)
+    note: str = ""
+    seconds: float = 0.0
+    output: str = ""
 
 
 @dataclass
@@ -41,7 +60,7 @@ def measure(
     out: Path,
     *,
     device: str | None = None,
-    only: Sequence[str] = PARTS,
+    only: Sequence[str] = (*PARTS,),
     minutes: float = 10.0,
     quick: bool = False,
     begin: Callable[[Sequence[Case]], None] = lambda cases: None,

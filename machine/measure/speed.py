@@ -23,8 +23,7 @@ from .blocks import (
     exchange_figures,
     operator_seconds,
 )
-from .row import Figures
-from .timing import median_seconds
+from .timing import Figures, median_seconds
 
 
 def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[str, Any]:

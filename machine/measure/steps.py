@@ -23,9 +23,8 @@ from ...testing import LiveBytes
 from ...training import Trainer, check_run
 from ...training.run_plan import RunPlan
 from ..random_files import write_hf_folder
-from .row import Figures
 from .speed import matmul_flops
-from .timing import StepClock
+from .timing import Figures, StepClock
 
 #: Rows and columns of the matrices that show what the device can do.
 _SIDE = {"cuda": 8192, "cpu": 1024}

@@ -1,12 +1,17 @@
-"""Time work on a CPU or a GPU."""
+"""Time work on a CPU or a GPU, and say what a figure is."""
 
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 _CPU = torch.device("cpu")
+
+#: A figure is a number with its unit in its name ("tokens/s"), or a word; ``None`` if it is not finite.
+Figures = dict[str, float | str | None]
 
 
 def seconds_of(
@@ -37,21 +42,19 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
+        self._ticks: list[Any] = []
 
     def tick(self) -> None:
         """Note the end of a step."""
-        self._times.append(time.perf_counter())
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._ticks.append(torch.cuda.Event(enable_timing=True))
+            self._ticks[-1].record()
+        else:
+            self._ticks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the seconds between one tick and the next."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [float(a.elapsed_time(b)) / 1e3 for a, b in pairs]
-        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
+            return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(self._ticks)]
+        return [b - a for a, b in pairwise(self._ticks)]

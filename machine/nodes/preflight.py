@@ -35,8 +35,8 @@ class Preflight:
 
 
 def node_card(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what this node says of itself, in a form that JSON can hold: its name, Slurm's or else the host's,
-    the facts in which all nodes should be alike, and its folders.
+    """Return what this node says of itself, in a form that JSON can hold: its name, Slurm's or else the
+    host's, the facts in which all nodes should be alike, and its folders.
     """
     facts, here = {name: version or "not installed" for name, version in versions().items()}, gpus()
     names = here["names"]
