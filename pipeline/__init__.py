@@ -10,7 +10,6 @@ from .schedule_kinds import SCHEDULE_NAMES as SCHEDULE_NAMES
 from .schedule_kinds import ScheduleKind as ScheduleKind
 from .schedule_kinds import ScheduleName as ScheduleName
 from .schedule_kinds import bubble as bubble
-from .schedule_kinds import bubble_share as bubble_share
 from .schedule_kinds import check_recomputation as check_recomputation
 from .schedule_kinds import check_schedule as check_schedule
 from .schedule_kinds import schedule_kind as schedule_kind

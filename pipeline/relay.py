@@ -1,6 +1,6 @@
 """Send what a pipeline's stages give: several tensors as one, between ranks that all connect first."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,20 +35,17 @@ def greet(peers: Iterable[int], group: dist.ProcessGroup, device: torch.device) 
     NCCL connects two ranks, and all ranks of the group, at the first send of each kind. In a schedule that
     would be in its midst, in an order that differs from rank to rank.
     """
-    numbers = [
-        (way, peer, torch.zeros(1, device=device)) for peer in peers for way in (dist.isend, dist.irecv)
-    ]
-    ops = [dist.P2POp(way, number, group=group, group_peer=peer) for way, peer, number in numbers]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
+    ways = (dist.isend, dist.irecv)
+    exchange([(way, torch.zeros(1, device=device), peer) for peer in peers for way in ways], group)
 
 
-def exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Send ``x`` to ``peer`` (``dist.isend``), or fill it from there (``dist.irecv``), and wait.
+def exchange(messages: Sequence[tuple[Callable[..., object], Tensor, int]], group: dist.ProcessGroup) -> None:
+    """Send each tensor to its peer (``dist.isend``), or fill it from there (``dist.irecv``), and wait.
 
-    It is batched, as the schedules do it, so that NCCL needs no second connection.
+    They are batched, as the schedules do it, so that NCCL needs no second connection.
     """
-    for work in dist.batch_isend_irecv([dist.P2POp(way, x, group=group, group_peer=peer)]):
+    ops = [dist.P2POp(way, x, group=group, group_peer=peer) for way, x, peer in messages]
+    for work in dist.batch_isend_irecv(ops):
         work.wait()
 
 

@@ -116,14 +116,7 @@ def check_recomputation(name: str, mode: str, where: str = "step") -> None:
 
 
 def bubble(name: str, layout: Layout, micro_batches: int) -> float:
-    """Return the share of a step in which a rank of this layout waits, by formula (``bubble_share``)."""
-    return bubble_share(layout.pipeline, micro_batches, layout.virtual_stages, schedule=name)
-
-
-def bubble_share(
-    pipeline: int, micro_batches: int, virtual_stages: int = 1, *, schedule: str = "1f1b"
-) -> float:
-    """Return the share of a step in which a rank waits, by formula.
+    """Return the share of a step in which a rank of this layout waits, by formula.
 
     The formula assumes that a stage's forward and each half of its backward take equally long everywhere, and
     that rounds are full. With p ranks of v stages it is ``(p - 1) / (v m + p - 1)``. If the backward is
@@ -131,6 +124,6 @@ def bubble_share(
     has ``2 (p - 1)`` for ``p - 1``, because torch runs a forward and a backward of a pair one after the other
     and sends both results afterwards. Sources: Narayanan et al. 2021; Qi et al. 2023.
     """
-    waits = (pipeline - 1) * (2 if schedule == "dualpipev" else 1)
-    thirds = 3 if schedule_kind(schedule).two_backwards else 1
-    return waits / (thirds * virtual_stages * micro_batches + waits)
+    waits = (layout.pipeline - 1) * (2 if name == "dualpipev" else 1)
+    thirds = 3 if schedule_kind(name).two_backwards else 1
+    return waits / (thirds * layout.virtual_stages * micro_batches + waits)

@@ -170,13 +170,13 @@ class Stages:
             if number and (before := layout.rank_of_stage(number - 1)) != here:
                 sent = sent_as(self.outputs[number - 1])
                 x = torch.empty(sent.shape, dtype=sent.dtype, device=self.state.device)
-                exchange(dist.irecv, x, before, group)
+                exchange([(dist.irecv, x, before)], group)
             output = self.run_stage(number, x if number else None, micro_batch, of_stage(number))
             if number == layout.stages - 1:
                 return output
             x = output.to(self.outputs[number][0].dtype)
             if (after := layout.rank_of_stage(number + 1)) != here:
-                exchange(dist.isend, x.contiguous(), after, group)
+                exchange([(dist.isend, x.contiguous(), after)], group)
         return None
 
     def train(

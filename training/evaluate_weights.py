@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..checkpoints import Source
 from ..data.batches import GlobalBatches
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
@@ -81,7 +80,10 @@ def _open(question: Question, layout: Layout) -> _Opened:
     config, most = source.model_config, source.model_config.max_position_embeddings
     file = TokenFile.open(question.tokens)
     check_vocabulary(file.vocab_size, config.vocab_size, question.tokens)
-    trained = _trained_length(weights.adapter or source)
+    manifest = (weights.adapter or source).manifest
+    position = None if manifest is None else manifest.data_position
+    trained = position.get("sequence_length") if isinstance(position, dict) else None
+    trained = trained if isinstance(trained, int) and trained > 0 else None
     length = question.sequence_length or trained or min(_LENGTH, most)
     if length > most:
         raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
@@ -90,10 +92,3 @@ def _open(question: Question, layout: Layout) -> _Opened:
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     batches = batches.resized(rows)
     return _Opened(**vars(weights), held_out=HeldOut(batches, rows), batches=batches)
-
-
-def _trained_length(source: Source) -> int | None:
-    """Return ``data.sequence_length`` of the run that wrote a checkpoint; ``None`` for other weights."""
-    position = None if source.manifest is None else source.manifest.data_position
-    length = position.get("sequence_length") if isinstance(position, dict) else None
-    return length if isinstance(length, int) and length > 0 else None

@@ -70,7 +70,8 @@ def plan(recipe: Recipe) -> Plan:
     """Read the model's config and refuse a layout that cannot hold it; reads no weights, starts nothing."""
     companions: list[Path] = []
     source: Source | None = None
-    check_run_folder(recipe)
+    inputs = (recipe.model.init_from, None if recipe.lora is None else recipe.lora.init_from)
+    check_place(Path(recipe.out), [Path(path) for path in inputs if path is not None])
     check_trackers(recipe.watch.trackers)
     if recipe.model.module is not None:
         return _plan_own(recipe)
@@ -227,13 +228,6 @@ def agree_on_weights(plan: RunPlan, recipe: Recipe, state: ParallelState) -> Run
             source = read_source(chosen, mtp=recipe.model.mtp is not None, whole=False)
         adapters = together(lambda: plan.adapter, state)
     return replace(plan, source=source, adapter=adapters[0])
-
-
-def check_run_folder(recipe: Recipe) -> None:
-    """Refuse a run's folder inside that of the model or adapters, or among another run's checkpoints."""
-    out = Path(recipe.out)
-    adapters = None if recipe.lora is None else recipe.lora.init_from
-    check_place(out, [Path(path) for path in (recipe.model.init_from, adapters) if path is not None])
 
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:

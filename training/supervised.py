@@ -81,7 +81,8 @@ def run(
     loaded = loaded.on(device_here(loaded.device))
     here, reason = launched(), ""
     if fit is not None:
-        loaded, reason = fit(loaded, here.world if here else ranks or _devices(loaded))
+        devices = torch.cuda.device_count() if loaded.device == "cuda" else loaded.layout.world
+        loaded, reason = fit(loaded, here.world if here else ranks or max(1, devices))
         ranks = None
     layout, out = loaded.layout, Path(loaded.out)
     options = {"quiet": quiet, "trackers": trackers, "callbacks": callbacks, "layout_change_reason": reason}
@@ -127,11 +128,6 @@ def check_memory(recipe: Recipe, planned: Plan) -> None:
     trained = recipe.lora is None and not planned.groups  # else some weights are frozen
     itemsize = dtype_named(recipe.dtype).itemsize
     check_host_memory(stages, recipe.layout, itemsize=itemsize, trained=trained)
-
-
-def _devices(recipe: Recipe) -> int:
-    """Return the number of ranks that this machine has a device for; on a CPU those of the layout."""
-    return max(1, torch.cuda.device_count()) if recipe.device == "cuda" else recipe.layout.world
 
 
 def _train(recipe: Recipe, options: Mapping[str, Any], plan: RunPlan | None) -> None:

@@ -71,12 +71,11 @@ def _place(name: str, place: Path) -> Finding:
     except OSError as error:
         todo = "Choose a folder that you can write to, with room on its disk"
         return Finding(GROUP, name, "fault", f"{text}; cannot be written to: {error.strerror or error}", todo)
-    text += f", fsync {synced * 1e3:.1f} ms"
+    text, todo = f"{text}, fsync {synced * 1e3:.1f} ms", ""
     if not locks:
+        text += "; locks do not work"
         todo = "Keep runs and token files elsewhere: two runs in one folder could not be kept apart"
-        return Finding(GROUP, name, "fault", f"{text}; locks do not work", todo)
-    todo = ""
-    if room.free < _LEAST_ROOM:
+    elif room.free < _LEAST_ROOM:
         todo = "Make room, or choose another disk: a checkpoint takes 12 bytes a parameter"
     elif apart > _SECONDS_APART:
         text += f"; its clock is {apart:.0f} s away"
@@ -84,7 +83,8 @@ def _place(name: str, place: Path) -> Finding:
     elif kind in _NETWORK and name == "compile cache":
         text += "; over the network, which is slow to compile into"
         todo = "Set TORCHINDUCTOR_CACHE_DIR to a local disk"
-    return Finding.unless(GROUP, name, text if todo else f"{text}, locks work", todo)
+    text += "" if todo else ", locks work"
+    return Finding.unless(GROUP, name, text, todo, "warning" if locks else "fault")
 
 
 def measure_folder(folder: Path) -> Folder:

@@ -8,7 +8,7 @@ import pytest
 from support.topics import explained
 from trilith.cli.app import run
 from trilith.cli.plan_explain import read_table
-from trilith.pipeline import bubble_share
+from trilith.pipeline import bubble
 from trilith.planner.explanation import evaluate, readable
 from trilith.planner.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 
@@ -54,10 +54,11 @@ def option(words, flag, default):
 
 def of_bubble(at, words):
     schedule = option(words, "--schedule", "1f1b")
-    share = bubble_share(at.p, at.m, at.v, schedule=schedule)
+    layout = SimpleNamespace(pipeline=at.p, virtual_stages=at.v)
+    share = bubble(schedule, layout, at.m)
     values = {"bubble": share, "efficiency": 1 - share, "overhead": share / (1 - share)}
     if hasattr(at, "b"):
-        values["needed"] = next(m for m in count(1) if bubble_share(at.p, m, at.v) <= at.b + 1e-15)
+        values["needed"] = next(m for m in count(1) if bubble("1f1b", layout, m) <= at.b + 1e-15)
     return values
 
 

@@ -4,7 +4,7 @@ import pytest
 from support.topics import values
 from trilith.models import published_size
 from trilith.parallel_state import Layout, ParallelState
-from trilith.pipeline import bubble_share
+from trilith.pipeline import bubble
 from trilith.planner import Work, plan_memory
 from trilith.planner.ring_and_tree import ring_wire_bytes
 from trilith.recipes.checks import check_batch
@@ -59,16 +59,20 @@ def test_a_block_of_gpt_3_keeps_the_bytes_of_table_2(flags, each):
 
 @pytest.mark.parametrize(("micro_batches", "percent"), [(1, 75.0), (16, 15.8), (32, 8.6)])
 def test_the_bubble_of_4_stages(micro_batches, percent):
-    assert round(100 * bubble_share(4, micro_batches), 1) == percent
+    assert round(100 * bubble("1f1b", Layout(pipeline=4), micro_batches), 1) == percent
 
 
 @pytest.mark.parametrize(("micro_batches", "percent"), [(8, 20.5), (16, 34.0), (32, 50.8), (64, 67.4)])
 def test_the_efficiency_of_32_stages(micro_batches, percent):
-    assert round(100 * (1 - bubble_share(32, micro_batches)), 1) == percent
+    assert round(100 * (1 - bubble("1f1b", Layout(pipeline=32), micro_batches)), 1) == percent
 
 
 def test_32_stages_reach_90_percent_with_279_micro_batches():
-    assert round(1 - bubble_share(32, 279), 12) == 0.9 > 1 - bubble_share(32, 278)
+    assert (
+        round(1 - bubble("1f1b", Layout(pipeline=32), 279), 12)
+        == 0.9
+        > 1 - bubble("1f1b", Layout(pipeline=32), 278)
+    )
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(900, 0.31), (50, 5.6)])
