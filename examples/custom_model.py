@@ -174,23 +174,20 @@ def loss(
     return vocab_parallel_cross_entropy(logits, labels, VOCAB, state=state).sum(), valid_tokens(labels)
 
 
-#: From our names to the plain model's, so that ``plain_model.Transcriber`` can load an export.
+#: Modules by our names and the plain model's, so that ``plain_model.Transcriber`` can load an export.
+MODULES: list[tuple[str, str]] = []
+for block in ("encoder.{i}", "decoder.{i}"):
+    MODULES += [(f"{block}.mix.enter.{gate}", f"{block}.mix.{gate}") for gate in ("value", "forget", "gate")]
+    MODULES += [(f"{block}.{name}",) * 2 for name in ("mix_norm", "mix.out", "up_norm", "up", "down")]
+MODULES += [(f"decoder.{{i}}.cross.kv.{name}", f"decoder.{{i}}.cross.{name}") for name in ("k", "v")]
+MODULES += [(f"decoder.{{i}}.{name}",) * 2 for name in ("cross_norm", "cross.q", "cross.out")]
+MODULES += [(name, name) for name in ("frames", "memory_norm", "embed", "norm", "head")]
 NAMES = [
-    Rule(f"{side}.{{i}}.mix.enter.{gate}.{kind}", f"{side}.{{i}}.mix.{gate}.{kind}")
-    for side in ("encoder", "decoder") for gate in ("value", "forget", "gate") for kind in ("weight", "bias")
-] + [
-    Rule(f"decoder.{{i}}.cross.kv.{projection}.{kind}", f"decoder.{{i}}.cross.{projection}.{kind}")
-    for projection in ("k", "v") for kind in ("weight", "bias")
-] + [
-    Rule(f"{side}.{{i}}.{module}.{kind}", f"{side}.{{i}}.{module}.{kind}")
-    for side in ("encoder", "decoder")
-    for module in ("mix_norm", "mix.out", "cross_norm", "cross.q", "cross.out", "up_norm", "up", "down")
-    for kind in ("weight", "bias") if side == "decoder" or not module.startswith("cross")
-] + [
-    Rule(name, name)
-    for name in ("frames.weight", "frames.bias", "memory_norm.weight", "memory_norm.bias", "embed.weight",
-                 "norm.weight", "norm.bias", "head.weight")
-]  # fmt: skip
+    Rule(f"{ours}.{kind}", f"{plain}.{kind}")
+    for ours, plain in MODULES
+    for kind in ("weight", "bias")
+    if kind == "weight" or ours not in ("embed", "head")
+]
 CONFIG = {"model_type": "transcriber", "architectures": ["Transcriber"]}
 
 

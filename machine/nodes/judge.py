@@ -104,17 +104,14 @@ def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> 
         yield Finding("links", names[node], "fault", reason, _REPLACE), names[node]
     usual = median_low([link.latency for link in links if not link.error] or [0.0])
     for link in links:
-        check = f"{names[link.first]} - {names[link.second]}"
-        speed = link.error or f"{_rate(link.rate)}, {link.latency * 1e6:,.0f} us"
+        text, todo = link.error or f"{_rate(link.rate)}, {link.latency * 1e6:,.0f} us", ""
         if link in bad:
+            text += "" if link.error else f"; expected {_rate(least)} or more"
             todo = "Check cables, the switch and NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME on both nodes"
-            wanted = f"; expected {_rate(least)} or more" if not link.error else ""
-            yield Finding("links", check, "fault", f"{speed}{wanted}", todo), None
         elif link.latency > _LATE * usual + _LATE_SECONDS:
-            reason = f"{speed}; {usual * 1e6:,.0f} us elsewhere"
-            yield Finding("links", check, "warning", reason, "Check what else uses the link"), None
-        else:
-            yield Finding("links", check, "ok", speed), None
+            text, todo = f"{text}; {usual * 1e6:,.0f} us elsewhere", "Check what else uses the link"
+        check = f"{names[link.first]} - {names[link.second]}"
+        yield Finding.unless("links", check, text, todo, "fault" if link in bad else "warning"), None
 
 
 def _clocks(links: Sequence[Link], names: Sequence[str]) -> Iterator[_Found]:
