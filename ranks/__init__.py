@@ -5,7 +5,6 @@ and may be killed. ``RankError`` says which rank failed first, and where the oth
 """
 
 from .failures import RankError, RankFailure
-from .fresh import ExitCode, run_fresh
-from .pool import run_parallel
+from .pool import ExitCode, run_fresh, run_parallel
 
 __all__ = ["ExitCode", "RankError", "RankFailure", "run_fresh", "run_parallel"]

@@ -1,4 +1,8 @@
-"""Define ``run_parallel``: run a function on many ranks, in processes started once for all calls."""
+"""Run a function on many ranks: ``run_parallel`` in processes that are started once for all calls, and
+``run_fresh``, for tests in which ranks die, in new ones.
+"""
+
+from __future__ import annotations
 
 import atexit
 import contextlib
@@ -179,3 +183,55 @@ def run_parallel(fn: Callable[..., Any], world: int = 4, *args: Any, timeout: fl
     ``ValueError`` for a function that cannot be found by name.
     """
     return _pool.run(fn, world, args, timeout)
+
+
+class ExitCode(int):
+    """Hold the exit code of a rank, negative for the signal that killed it; ``output`` is all that it
+    printed.
+    """
+
+    output: str
+
+    def __new__(cls, code: int, output: str) -> ExitCode:
+        self = super().__new__(cls, code)
+        self.output = output
+        return self
+
+
+def run_fresh(
+    fn: Callable[..., Any], world: int = 2, *args: Any, timeout: float = 60.0, process_group: bool = True
+) -> list[ExitCode]:
+    """Run ``fn(*args)`` on ``world`` new processes, wait for all of them to end, and return their exit codes
+    by rank.
+
+    A rank ends with 0 when ``fn`` returns, with the code of ``sys.exit``, with an exception's ``exit_code``,
+    or with 1 and a traceback. With ``process_group=False`` none is started, and ``init_process_group()``
+    works as under torchrun, with a store that outlives rank 0. Raises ``RankError``, naming the ranks, if
+    some still run ``timeout`` seconds after all ranks had started.
+    """
+    if world < 1:
+        raise ValueError(f"world: expected 1 rank or more, found {world}")
+    check_local_ranks(world)
+    function, arguments, rendezvous = FunctionName.of(fn), pack(args), Rendezvous()
+    ranks = list(templates.start(range(world), fresh=True).values())
+    try:
+        for rank, process in enumerate(ranks):
+            call = Call(function, arguments, rank, world, rendezvous.port, "fresh", timeout, process_group)
+            process.send(call)
+        deadline = time.monotonic() + timeout
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
+        running = {rank: process for rank, process in enumerate(ranks) if codes[rank] is None}
+        if running:
+            headline = f"{name_ranks(list(running))} did not end within {timeout:g} s"
+            failures = silent_ranks(running, "still ran; it was here:")
+            for rank, code in enumerate(codes):
+                if code:  # why the others still wait
+                    died = RankFailure(
+                        rank, "died", deadline, describe_exit(code), output=ranks[rank].output()
+                    )
+                    failures.append(died)
+            raise RankError(failures, headline)
+        return [ExitCode(process.end(), process.output()) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()

@@ -8,9 +8,7 @@ from torch import Tensor
 from ..layers import cut_sequence
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, ParallelState, alone_or
-
-#: Tensors by name, each with the samples on dim 0.
-Samples = Mapping[str, Tensor]
+from ..pipeline.stages import Samples as Samples
 
 
 def count_samples(samples: Samples) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from trilith.checkpoints import read_source
 from trilith.parallel_state import BadInput
-from trilith.ranks.fresh import ExitCode, run_fresh
+from trilith.ranks import ExitCode, run_fresh
 from trilith.system.process_info import ProcessInfo, children_of, process_info
 
 from support.folders import contents
