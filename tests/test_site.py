@@ -16,7 +16,7 @@ from support import site
 from support.pages import ROOT, Page, broken_links, pages
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-#: Pages that code writes.
+#: Pages that code writes; of the keys of a recipe it writes the tables.
 GENERATED = {f"docs/{name}.md" for name in ("commands", "models", "published_runs", "recipe", "refused")}
 #: The most words of README and the pages written by hand.
 MOST_WORDS = 27_000
