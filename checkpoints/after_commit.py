@@ -48,11 +48,8 @@ class LatestOnly(Generic[T]):
         self._thread.shutdown(wait=wait)
 
     def _run(self) -> None:
-        try:
-            latest = self._waiting.pop()
-        except IndexError:  # the call before took it
-            return
-        self._work(latest)
+        while self._waiting:  # unless the call before took it
+            self._work(self._waiting.pop())
 
 
 class AfterCommit:

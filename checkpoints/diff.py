@@ -59,7 +59,8 @@ def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
     worst, largest, count = 0.0, 0.0, 0
     for box in blocks(a.box, _ELEMENTS):
         x, y = (tensor.read(box, finite=False) for tensor in (a, b))
-        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+        # A scalar has bytes as well, after reshape.
+        if x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y))):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
             continue
         x, y = x.double(), y.double()
@@ -72,8 +73,3 @@ def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
         yield Difference(name, what, worst, worst / largest if largest else 0.0, count)
     elif count:
         yield Difference(name, "other numbers", worst, worst / largest if largest else float("inf"), count)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor of any shape, a scalar among them."""
-    return x.reshape(-1).view(torch.uint8)

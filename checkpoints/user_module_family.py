@@ -127,35 +127,26 @@ class ModuleFamily:
         """Return each stage's declarations: for one stage, for as many as the run that wrote the checkpoint,
         and where the module was described with its ``build`` for any number.
         """
-        layout, stored = layout or Layout(), self.module
-        as_written = layout.pipeline == stored.pipeline and split is None
-        if stored.blocks and layout.pipeline > 1 and not as_written:
-            return self._cut(layout, split)
-        if layout.pipeline not in (1, stored.pipeline) or split is not None:
+        layout, module = layout or Layout(), self.module
+        as_written = layout.pipeline == module.pipeline and split is None
+        anew = bool(module.blocks) and layout.pipeline > 1 and not as_written
+        if not anew and (layout.pipeline not in (1, module.pipeline) or split is not None):
             raise BadInput(
                 "layout", "pipeline" if split is None else "split",
-                expected="1" + (f" or {stored.pipeline}, as it was written" if stored.pipeline > 1 else ""),
+                expected="1" + (f" or {module.pipeline}, as it was written" if module.pipeline > 1 else ""),
                 found=layout.pipeline if split is None else list(split),
                 todo="The module's own code says what its stages hold: load cuts it in any layout; "
                 "describe_module(model, build=...) lets commands do so too",
             )  # fmt: skip
+        cut = all_stages(module.blocks, layout.pipeline, split) if anew else ()
+        stage_of = {block: stage.number for stage in cut for block in stage.blocks}
         stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
-        for name, stored_declaration in stored.declarations.items():
-            declaration = stored_declaration.restored()
+        for name, stored in module.declarations.items():
+            declaration = stored.restored()
             declaration.check(layout, name)
-            for stage in stored_declaration.stages if layout.pipeline > 1 else (0,):
-                stages[stage][name] = declaration
-        return stages
-
-    def _cut(self, layout: Layout, split: Sequence[int] | None) -> list[dict[str, Declaration]]:
-        """Return the declarations of any number of stages."""
-        stages: list[dict[str, Declaration]] = []
-        for stage in all_stages(self.module.blocks, layout.pipeline, split):
-            stages.append({})
-            for name, stored in self.module.declarations.items():
-                if not {*stored.blocks}.isdisjoint(stage.blocks):
-                    stages[-1][name] = stored.restored()
-                    stages[-1][name].check(layout, name)
+            holders = {stage_of[block] for block in stored.blocks} if anew else stored.stages
+            for number in holders if layout.pipeline > 1 else (0,):
+                stages[number][name] = declaration
         return stages
 
     def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:

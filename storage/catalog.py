@@ -130,12 +130,10 @@ class RenamedParts:
                         yield stored
 
 
-def in_one_file(file: TensorFile, key: str, name: str | None = None) -> LazyTensor:
-    """Return the tensor that lies whole, as ``key``, in one file; ``name``: if it is called otherwise."""
+def in_one_file(file: TensorFile, key: str) -> LazyTensor:
+    """Return the tensor that lies whole, as ``key``, in one file."""
     entry = file.tensors[key]
-    return LazyTensor(
-        name or key, entry.dtype, entry.shape, (Piece.plain(Box.whole(entry.shape), Key(file, key)),)
-    )
+    return LazyTensor(key, entry.dtype, entry.shape, (Piece.plain(Box.whole(entry.shape), Key(file, key)),))
 
 
 def renamed(

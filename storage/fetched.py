@@ -41,6 +41,7 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
         raise BadInput(url, expected="a folder with files to read", found="none")
     version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:_DIGEST]
     target = cache_folder() / version / folder.url.rpartition("/")[2]
+    sizes = {name: size for name, (size, _) in files.items()}
     while not _use(target):
         target.parent.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock.take(target.parent.parent / _LOCK)
@@ -49,8 +50,8 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
             continue
         try:
             if not target.is_dir():
-                _make_room(url, sum(version.size for version in files.values()))
-                _copy(folder, {name: version.size for name, version in files.items()}, target)
+                _make_room(url, sum(sizes.values()))
+                _copy(folder, sizes, target)
         finally:
             lock.release()
     note_copy(target, folder.url)
@@ -99,8 +100,12 @@ def _make_room(url: str, need: int) -> None:
     sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
     left = sum(sizes.values())
     for copy in copies:
-        if left + need > most and _delete(copy):
-            left -= sizes[copy]
+        if left + need > most:
+            with nobody_reads(copy) as free:
+                if free:
+                    remove_checkpoint(copy)
+                    Disk().remove_tree(copy.parent)
+                    left -= sizes[copy]
     if left + need > most:
         todo = (
             f"Set {CACHE_GB} to a larger number, or end the processes that use the copies in {cache_folder()}"
@@ -109,16 +114,6 @@ def _make_room(url: str, need: int) -> None:
             url, expected=f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take",
             found=f"{left / 1e9:.3g} GB in use", todo=todo,
         )  # fmt: skip
-
-
-def _delete(copy: Path) -> bool:
-    """Delete a copy that no process uses; return whether it is gone."""
-    with nobody_reads(copy) as free:
-        if free:
-            remove_checkpoint(copy)
-    if free:
-        Disk().remove_tree(copy.parent)
-    return free
 
 
 def most_bytes() -> float:

@@ -136,18 +136,15 @@ def kinds_of(folder: Path) -> list[FolderKind]:
     if finished_name(folder.name) is not None:
         return [FolderKind.UNFINISHED]
     names = set(os.listdir(folder))
-    weights = {SINGLE, INDEX} & names
-    kinds = []
-    if MANIFEST in names:
-        kinds.append(FolderKind.CHECKPOINT)
-    if holds_steps(folder):
-        kinds.append(FolderKind.CHECKPOINTS)
-    if holds_steps(folder / CHECKPOINTS):
-        kinds.append(FolderKind.RUN)
-    if {ADAPTER_CONFIG, ADAPTER_MODEL} & names:
-        kinds.append(FolderKind.ADAPTER)
-    if weights or (CONFIG in names and FolderKind.ADAPTER not in kinds):
-        kinds.append(FolderKind.MODEL)
+    adapters = {ADAPTER_CONFIG, ADAPTER_MODEL} & names
+    signs = {
+        FolderKind.CHECKPOINT: MANIFEST in names,
+        FolderKind.CHECKPOINTS: holds_steps(folder),
+        FolderKind.RUN: holds_steps(folder / CHECKPOINTS),
+        FolderKind.ADAPTER: adapters,
+        FolderKind.MODEL: {SINGLE, INDEX} & names or (CONFIG in names and not adapters),
+    }
+    kinds = [kind for kind, sign in signs.items() if sign]
     if not kinds and _OF_A_RUN & names:
         kinds.append(FolderKind.RUN)
     if not kinds and any(name.endswith(".docs.npy") for name in names):

@@ -71,10 +71,7 @@ def _inside(around: list[Path], source: Path) -> Path | None:
         source,
         *(child for child in source.iterdir() if child.is_dir() and not child.is_symlink()),
     ]
-    for folder in around:
-        if any(os.path.samefile(folder, source_folder) for source_folder in source_folders):
-            return folder
-    return None
+    return next((folder for folder in around if any(map(folder.samefile, source_folders))), None)
 
 
 def _kept_by_runs(folder: Path) -> str:

@@ -8,7 +8,6 @@ import os
 import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ _EXTRAS = {"s3fs": "s3", "gcsfs": "gcs"}
 
 class RemoteFailed(MachineFailed):
     """Report that another place could not be read or written."""
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Version:
-    """Describe a file: its bytes, and a text that is another one if the file changes (time, ETag)."""
-
-    size: int
-    text: str
 
 
 class RemoteFolder:
@@ -71,10 +62,12 @@ class RemoteFolder:
             for name, info in self._entries(folder).items()
         }
 
-    def versions(self) -> dict[str, Version]:
-        """Return the version of each file in the folder."""
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Return the bytes of each file in the folder, and a text that is another one if the file changes
+        (time, ETag).
+        """
         return {
-            name: Version(info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
+            name: (info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
             for name, info in self._entries("").items()
             if info["type"] == "file"
         }

@@ -96,29 +96,19 @@ def log_line(fields: Mapping[str, Any]) -> str:
     return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}'
 
 
-def _without_sum(raw: bytes, value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check and leave out a log line's sum; lines of earlier releases have none."""
-    if "crc32" not in value:
-        return value
-    stated, computed = value.pop("crc32"), f"{crc32(raw.rpartition(b', ')[0]):08x}"
-    if stated != computed:
-        raise BadInput(
-            where, "crc32", expected=stated, found=computed, todo="The line was altered or damaged"
-        )
-    return value
-
-
 def read_log(path: Path) -> Iterator[Line]:
-    """Read lines as ``read_json_lines`` does; a line that does not match its checksum is a broken one."""
+    """Read lines as ``read_json_lines`` does, without their checksums; a line that does not match its own is
+    a broken one. Lines of earlier releases have none.
+    """
     for line in read_json_lines(path):
-        if line.value is None:
-            yield line
-            continue
-        try:
-            value = _without_sum(line.text.encode(), line.value, f"{path}:{line.number}")
-            yield Line(line.number, line.text, value)
-        except BadInput as error:
-            yield Line(line.number, line.text, None, str(error))
+        if line.value is not None and "crc32" in line.value:
+            body = line.text.encode().rpartition(b", ")[0]
+            stated, computed = line.value.pop("crc32"), f"{crc32(body):08x}"
+            if stated != computed:
+                where, todo = f"{path}:{line.number}", "The line was altered or damaged"
+                error = BadInput(where, "crc32", expected=stated, found=computed, todo=todo)
+                line = Line(line.number, line.text, None, str(error))
+        yield line
 
 
 def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:

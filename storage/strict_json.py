@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, NoReturn
 
@@ -100,11 +101,8 @@ def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     pairs = list(pairs)
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _Refused(f"the key {shown(key)} twice")
-            seen.add(key)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _Refused(f"the key {shown(twice)} twice")
     return unique
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...parallel_state import BadInput, Box
-from ...storage.strides import View
+from ...storage.strides import View, contiguous
 from .megatron_arguments import Arguments
 
 _ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
@@ -33,27 +33,21 @@ def whole_parts(
     """
     tensor, expert = at
     _check_dims(name, view, where)
-    ranks = arguments.size("tensor_model_parallel_size")
-    if (match := _EXPERT.fullmatch(name)) or (grouped := _GROUPED.fullmatch(name)):
+    ranks, rows, shift = arguments.size("tensor_model_parallel_size"), 0, (0,) * len(view.shape)
+    if (match := _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)) is not None:
         tensor, ranks = _expert_tensor(tensor, ranks, arguments, where)
         each, rest = divmod(arguments.size("num_experts"), arguments.size("expert_model_parallel_size"))
         if rest:
             raise BadInput(where, "args.num_experts", expected="a multiple of the expert ranks", found=each)
-        first = expert * each
-        if match:
+        if match.re is _EXPERT:
             layer, number = match[3] or match[4], int(match[2] or match[5])
-            stacked = View.strided(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
-            name = f"{match[1]}experts.{layer}.weight"
-            for whole, box, part in _cut(name, stacked, 1, tensor, ranks, arguments):
-                yield whole, box.shift((first + number, 0, 0)), part
-            return
-        assert grouped is not None
-        name = f"{grouped[1]}experts.linear_fc{grouped[2]}.weight"
-        stacked = _ungrouped(view, each, arguments.size("hidden_size"), grouped[2], where)
-        for whole, box, part in _cut(name, stacked, 1, tensor, ranks, arguments):
-            yield whole, box.shift((first, 0, 0)), part
-        return
-    yield from _cut(name, view, 0, tensor, ranks, arguments)
+            view = View.strided(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
+        else:
+            layer, number = f"linear_fc{match[2]}", 0
+            view = _ungrouped(view, each, arguments.size("hidden_size"), match[2], where)
+        name, rows, shift = f"{match[1]}experts.{layer}.weight", 1, (expert * each + number, 0, 0)
+    for box, part in _cut(name, view, rows, tensor, ranks, arguments):
+        yield name, box.shift(shift), part
 
 
 def _check_dims(name: str, view: View, where: Path) -> None:
@@ -68,24 +62,25 @@ def _check_dims(name: str, view: View, where: Path) -> None:
         raise BadInput(where, name, expected=f"{wanted} dims", found=[*view.shape])
 
 
-def _cut(name: str, view: View, rows: int, tensor: int, ranks: int, arguments: Arguments) -> Iterator[Part]:
+def _cut(
+    name: str, view: View, rows: int, tensor: int, ranks: int, arguments: Arguments
+) -> Iterator[tuple[Box, View]]:
     """Yield the part of a tensor whose rows are its dim ``rows``."""
+    whole = Box.whole(view.shape)
+
+    def piece(dim: int, size: int, number: int) -> Box:
+        return whole.narrow(dim, number * size, (number + 1) * size)
+
     if _COLUMNS.fullmatch(name):
-        yield name, _shifted(Box.whole(view.shape), rows + 1, tensor * view.shape[rows + 1]), view
+        yield piece(rows + 1, view.shape[rows + 1], tensor), view
     elif not _ROWS.fullmatch(name):
-        yield name, Box.whole(view.shape), view
+        yield whole, view
     elif ".linear_fc1." in name and arguments.gated:
         half = view.shape[rows] // 2
         for number in range(2):
-            piece = Box.whole(view.shape).narrow(rows, number * half, (number + 1) * half)
-            box = _shifted(Box.whole(piece.shape), rows, (number * ranks + tensor) * half)
-            yield name, box, view.narrow(piece)
+            yield piece(rows, half, number * ranks + tensor), view.narrow(piece(rows, half, number))
     else:
-        yield name, _shifted(Box.whole(view.shape), rows, tensor * view.shape[rows]), view
-
-
-def _shifted(box: Box, dim: int, by: int) -> Box:
-    return box.shift(tuple(by if d == dim else 0 for d in range(len(box.start))))
+        yield piece(rows, view.shape[rows], tensor), view
 
 
 def _expert_tensor(tensor: int, ranks: int, arguments: Arguments, where: Path) -> tuple[int, int]:
@@ -108,10 +103,5 @@ def _ungrouped(view: View, experts: int, hidden: int, number: str, where: Path) 
         raise BadInput(where, f"weight{number}", expected=expected, found=[*view.shape])
     wide = elements // (experts * hidden)
     inner = (hidden, wide) if number == "1" else (wide, hidden)
-    whole = View.row_major(view.dtype, (experts, *inner), view.begin)
-    return View.strided(
-        view.dtype,
-        (experts, *inner[::-1]),
-        view.begin,
-        (whole.strides[0], whole.strides[2], whole.strides[1]),
-    )
+    of_expert, *steps = contiguous((experts, *inner))
+    return View.strided(view.dtype, (experts, *inner[::-1]), view.begin, (of_expert, *steps[::-1]))

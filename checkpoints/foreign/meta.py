@@ -93,8 +93,8 @@ def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
         )
     pieces, at = [], 0
     for file, part in zip(files, parts, strict=True):
-        shift = tuple(at if d == dim else 0 for d in range(len(part.shape)))
-        pieces.append(Piece.plain(Box.whole(part.shape).shift(shift), Key(file, name)))
+        box = Box.whole(part.shape).narrow(dim, at, at + part.shape[dim])
+        pieces.append(Piece.plain(box, Key(file, name)))
         at += part.shape[dim]
     shape = tuple(at if d == dim else size for d, size in enumerate(first.shape))
     return LazyTensor(name, first.dtype, shape, tuple(pieces))

@@ -8,6 +8,7 @@ files, both an index and a single file, names that lead elsewhere — is refused
 import re
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ...parallel_state import BadInput
@@ -48,7 +49,7 @@ class HFFolder:
 
     def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
         self.path = Path(path)
-        self._allow_symlinks = allow_symlinks
+        self._at = partial(contained, self.path, allow_symlinks=allow_symlinks)
         if not self.path.is_dir():
             actual = "a file" if self.path.exists() else "nothing there"
             raise BadInput(self.path, expected="the folder of a Hugging Face model", found=actual)
@@ -63,9 +64,6 @@ class HFFolder:
             self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         self.catalog = Catalog({name: in_one_file(file, name) for name, file in tensors.items()})
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
-
-    def _at(self, name: str) -> Path:
-        return contained(self.path, name, allow_symlinks=self._allow_symlinks)
 
     def _weights(self, names: set[str]) -> dict[str, TensorFile]:
         if SINGLE in names and INDEX in names:
