@@ -22,7 +22,7 @@ from measure import Peak, Row, afresh, at_most, copy, in_turn, ratio, seconds_of
 from megatron_checkpoints import write_legacy, write_torch_dist
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
-from trilith.checkpoints.convert.execute import execute
+from trilith.checkpoints.convert.execute import Work
 from trilith.checkpoints.convert.plan import Transfer
 from trilith.machine.random_files import llama, write_hf_folder
 from trilith.parallel_state import Box, Piece
@@ -167,7 +167,7 @@ def recut(sources: list[Path], boxes: list[Box], targets: list[Path], wanted: li
             TensorWriter(path, {name: ("BF16", box.shape) for name in catalog})
             for path, box in zip(targets, wanted, strict=True)
         ]
-        execute(
+        Work().execute(
             [
                 (Transfer(name, box, tuple(tensor.pieces(box)), "BF16"), writer)
                 for name, tensor in catalog.items()

@@ -135,15 +135,15 @@ def with_adapter(
     """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``. ``whole``: as
     for ``read_source``.
     """
-    if source.adapter is not None and adapter is None:
-        if source.adapter.base is None:
-            raise BadInput(source.path, "base", expected="the path of a model", found="none")
-        base = read_source(source.adapter.base, implementation=implementation_of(source.config), whole=whole)
-        return base, read_adapter(source.path, base, whole=whole)
-    if adapter is None:
+    if adapter is not None:
+        base = base_for(adapter, source)
+    elif source.adapter is None:
         return source, None
-    source = base_for(adapter, source)
-    return source, read_adapter(adapter, source, whole=whole)
+    elif (place := source.adapter.base) is None:
+        raise BadInput(source.path, "base", expected="the path of a model", found="none")
+    else:
+        base = read_source(place, implementation=implementation_of(source.config), whole=whole)
+    return base, read_adapter(source.path if adapter is None else adapter, base, whole=whole)
 
 
 def load_source(source: Source, model: nn.Module, state: ParallelState | None = None) -> None:
@@ -153,14 +153,14 @@ def load_source(source: Source, model: nn.Module, state: ParallelState | None = 
     """
     state = state_of(model, state)
     check_bytes(source, state)
-    all_succeed(lambda: _fill_from(source, model, state), state)
 
+    def fill_model() -> None:
+        (stated,) = source.described.declarations()
+        for name, tensor, box in stored_parts(places(model, state)):
+            if name in stated:
+                fill(tensor, source.ours[name].read(box))
 
-def _fill_from(source: Source, model: nn.Module, state: ParallelState) -> None:
-    (stated,) = source.described.declarations()
-    for name, tensor, box in stored_parts(places(model, state)):
-        if name in stated:
-            fill(tensor, source.ours[name].read(box))
+    all_succeed(fill_model, state)
 
 
 @torch.no_grad()

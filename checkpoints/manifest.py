@@ -130,11 +130,17 @@ class Manifest(StrictRecord):
         return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
 
     def accepted_bytes(self, directory: Path) -> bytes:
-        """Write the manifest as text for ``directory``; refuse one that a reader would not accept there."""
+        """Write the manifest as text for ``directory``; refuse one that a reader would not accept there, or
+        would take for another.
+        """
         raw = self.to_bytes()
         read = Manifest.parse(raw, directory)
         read.check(directory)
         read.check_place(directory)
+        for name in Manifest.model_fields:
+            if getattr(read, name) != getattr(self, name):
+                problem = "something else when it is read back"
+                raise BadCheckpoint(directory, name, expected="what was written", found=problem)
         return raw
 
     def check(self, where: object) -> None:

@@ -5,7 +5,6 @@ Every reader goes through here, so it does not matter whether a manifest lists i
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,7 +27,7 @@ from ..parallel_state import (
 from ..parallel_state.engine import local_data
 from ..storage.catalog import Catalog, Key, LazyTensor, first_difference
 from ..storage.dtypes import BUFFER, name_of
-from ..storage.file_names import rank_file_name
+from ..storage.file_names import rank_and_world, rank_file_name
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.safetensors_writer import TensorWriter
@@ -88,9 +87,8 @@ def write_file(
     """
     if not tensors:
         return None
-    file = rank_file_name(rank, world)
     spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(directory / file, spec, overlap=True)
+    writer = TensorWriter(directory / rank_file_name(rank, world), spec, overlap=True)
     try:
         for number, (name, tensor) in enumerate(tensors.items()):
             if number == len(tensors) // 2:
@@ -101,7 +99,7 @@ def write_file(
         writer.abandon()
     dtypes = {dtype for name, (dtype, _) in spec.items() if name not in fixed}
     assert len(dtypes) < 2, dtypes
-    return StoredFile(name=file, size=written.size, crc32=written.crc), "".join(dtypes)
+    return written, "".join(dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,61 +165,19 @@ class GridParts:
             yield Piece.plain(part, Key(self.files[rank], self.key))
 
 
-class PartTable:
-    """Know where every tensor of a manifest lies. Parts of a grid are computed when they are asked for."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._tensors = manifest.tensors
-        self._numbers = manifest.numbers
-        self._ranks = {number: rank for rank, number in self._numbers.items()}
-
-    def catalog(self, files: Sequence[TensorFile]) -> Catalog:
-        """Return every tensor with its owners' parts, which are in ``files``."""
-        catalog, by_rank = Catalog(), {rank: files[number] for rank, number in self._numbers.items()}
-        for name, tensor in self._tensors.items():
-            parts: tuple[Piece[Key], ...] | GridParts = tuple(
-                Piece.plain(part.box, Key(files[part.file], name))
-                for part in tensor.parts
-                if part.role == "owner"
-            )
-            if tensor.grid is not None:
-                parts = GridParts(name, tensor.shape, tensor.grid, by_rank)
-            catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, parts)
-        return catalog
-
-    def in_file(self, number: int) -> dict[str, tuple[str, Box]]:
-        """Return the dtype and the box of each tensor that has a part, or a replica of one, in this file."""
-        tensors = {
-            name: (self._tensors[name].dtype, box) for name, box in self._listed.get(number, {}).items()
-        }
-        if (rank := self._ranks.get(number)) is not None:
-            for name, tensor in self._tensors.items():
-                if tensor.grid is not None and (box := tensor.grid.box_of(rank, tensor.shape)) is not None:
-                    tensors[name] = tensor.dtype, box
-        return tensors
-
-    @cached_property
-    def _listed(self) -> dict[int, dict[str, Box]]:
-        table: dict[int, dict[str, Box]] = {}
-        for name, tensor in self._tensors.items():
-            for part in tensor.parts:
-                table.setdefault(part.file, {})[name] = part.box
-        return table
-
-
 class CheckpointFile(TensorFile):
     """Read a file of a checkpoint, which is opened when somebody asks what is in it.
 
-    Its header is then compared with the manifest, and kept. Safe to use from several threads at once.
+    Its header is then compared with the manifest, and kept. ``listed``: its parts, of tensors without a grid.
+    Safe to use from several threads at once.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, table: PartTable, number: int) -> None:
-        self.path = directory / manifest.files[number].name
-        self._manifest, self._table, self._number, self._lock = manifest, table, number, Lock()
+    def __init__(self, path: Path, manifest: Manifest, listed: Mapping[str, Box]) -> None:
+        self.path, self._tensors, self._listed, self._lock = path, manifest.tensors, listed, Lock()
 
     def __getattr__(self, name: str) -> Any:
         """Open the file for one of those attributes that opening sets."""
-        if name not in ("tensors", "metadata", "data_begin", "identity"):
+        if name not in ("tensors", "metadata", "data_begin", "size", "identity"):
             raise AttributeError(name)
         with self._lock:
             if name not in self.__dict__:
@@ -232,19 +188,51 @@ class CheckpointFile(TensorFile):
         """Open the file, and keep nothing of it: the headers of thousands are gigabytes."""
         path = contained(self.path.parent, self.path.name, kind=BadCheckpoint)
         try:
-            file = TensorFile.open(path, expected=self._manifest.tensors)
+            file = TensorFile.open(path, expected=self._tensors)
         except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
             raise damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
-        promised = {n: (dtype, box.shape) for n, (dtype, box) in self._table.in_file(self._number).items()}
-        present = {n: (entry.dtype, entry.shape) for n, entry in file.tensors.items()}
+        promised = {name: (self._tensors[name].dtype, box.shape) for name, box in self.boxes.items()}
+        present = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
         if (difference := first_difference(promised, present)) is not None:
             name, *both = difference
             expected, actual = ("no such tensor" if each is None else each for each in both)
             raise damaged(path, shown(name), expected=expected, found=actual)
         return file
 
+    @property
+    def boxes(self) -> dict[str, Box]:
+        """Return the box of each tensor that has a part, or a replica of one, in this file."""
+        boxes = dict(self._listed)
+        if (rank_of_world := rank_and_world(self.path.name)) is not None:
+            for name, tensor in self._tensors.items():
+                grid, shape = tensor.grid, tensor.shape
+                if grid is not None and (box := grid.box_of(rank_of_world[0], shape)) is not None:
+                    boxes[name] = box
+        return boxes
+
 
 def checkpoint_files(directory: Path, manifest: Manifest) -> list[CheckpointFile]:
     """Return the files of a checkpoint, in the manifest's order; none is opened."""
-    table = PartTable(manifest)
-    return [CheckpointFile(directory, manifest, table, number) for number in range(len(manifest.files))]
+    listed: list[dict[str, Box]] = [{} for _ in manifest.files]
+    for name, tensor in manifest.tensors.items():
+        for part in tensor.parts:
+            listed[part.file][name] = part.box
+    stated = zip(manifest.files, listed, strict=True)
+    return [CheckpointFile(directory / file.name, manifest, boxes) for file, boxes in stated]
+
+
+def checkpoint_catalog(manifest: Manifest, files: Sequence[TensorFile]) -> Catalog:
+    """Return every tensor with its owners' parts, which are in ``files``; those of a grid are computed when
+    they are asked for.
+    """
+    catalog, by_rank = Catalog(), {rank: files[number] for rank, number in manifest.numbers.items()}
+    for name, tensor in manifest.tensors.items():
+        parts: tuple[Piece[Key], ...] | GridParts = tuple(
+            Piece.plain(part.box, Key(files[part.file], name))
+            for part in tensor.parts
+            if part.role == "owner"
+        )
+        if tensor.grid is not None:
+            parts = GridParts(name, tensor.shape, tensor.grid, by_rank)
+        catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, parts)
+    return catalog

@@ -15,14 +15,14 @@ from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
 from ..storage.files_beside_weights import Companion, read_companions
 from ..storage.leftovers import clear_unfinished
-from ..storage.output_places import check_home
+from ..storage.output_places import check_home, check_output
 from ..storage.remote_folder import RemoteFolder
 from ..storage.staging import Staging
 from ..storage.strict_json import StoredFile, shown
 from .after_commit import AfterCommit, set_aside
-from .find import step_directory
+from .find import good_manifests, step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter
-from .manifest_checks import Progress, check_plain, check_same_tensors, read_back
+from .manifest_checks import Progress, check_plain, check_same_model, read_back
 from .mirror import Mirror
 from .optimizer_state import MOMENTS, StoredOptimizer, gather_optimizer, moment_name, moment_of
 from .rank_files import files_to_come, places, stored_parts, stored_tensors, write_file
@@ -170,6 +170,7 @@ class Saver:
             for key in ("data", "memory", "extra"):  # refused before a byte is written
                 check_plain(getattr(progress, key), target, key)
             set_aside(target)
+            check_output(target)
             return Staging.begin(target)
 
         def write(directory: Path) -> tuple[StoredFile, str] | None:
@@ -216,7 +217,8 @@ class Saver:
             files = files_to_come(tensors, self._layout.world)
             check_home(target)
             manifest = read_back(lambda: self._manifest(first, files, tensors), target)
-            check_same_tensors(self.root, manifest)
+            for path, other in good_manifests(self.root):
+                check_same_model(path, other, manifest)
             if self._mirror is not None:
                 self._after.mirror = Mirror(RemoteFolder(self._mirror), self.keep)
                 self._after.mirror.check(self.root, manifest)

@@ -34,7 +34,7 @@ from .model_tensors import (
     table_names,
 )
 from .optimizer_state import MOMENTS, moment_name
-from .rank_files import PartTable, checkpoint_files
+from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
 
 
@@ -229,7 +229,7 @@ def _sharded(checkpoint: Found, implementation: Implementation) -> Source:
         raise BadInput(path, "implementation", expected="transformers' names", found=actual, todo=todo)
     module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
-        path, config, companions, files, PartTable(manifest).catalog(files), manifest,
+        path, config, companions, files, checkpoint_catalog(manifest, files), manifest,
         adapter=manifest.adapter, module=module, hold=checkpoint.hold,
     )  # fmt: skip
 

@@ -200,7 +200,7 @@ class StoredTensor(StrictRecord):
     """Describe a whole tensor: its dtype by the format's name, its shape, and either its ``parts`` or the
     ``grid`` that they follow.
 
-    Read the parts through ``PartTable``, which returns the same for both forms.
+    Read the parts through ``checkpoint_catalog``, which returns the same for both forms.
     """
 
     dtype: str

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
-from ..storage.catalog import Key, LazyTensor
-from ..storage.crc import Checksum, combine, crc32
+from ..storage.catalog import Key
+from ..storage.crc import Checksum, crc32, crc32_combine
 from ..storage.dtypes import TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
@@ -78,22 +78,11 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     tensors = _Tensors(source)
     digests: dict[Path, str] = {}
     for file in source.stored_files:
-        keys = {stored.key: stored for stored in tensors.wanted if stored.file is file}
-        packed = {key for key, stored in keys.items() if tensors.wanted[stored][0] != stored}
-
-        def each(key: str, numbers: Tensor, keys: Mapping[str, Key] = keys) -> None:
-            tensors.take(keys[key], numbers)
-
-        digests[file.path], seen = read_whole(file, each, keys=keys, at_once=packed, progress=progress)
+        digests[file.path], seen = tensors.read_whole(file, progress)
         verify_sums(file, seen)
     for pair in source.repeated:
-        pair.check(source.path, lambda tensor: tensors.digests[_only_key(tensor)].hexdigest())
+        pair.check(source.path, lambda tensor: tensors.digests[tensor.name].hexdigest())
     return digests
-
-
-def _only_key(tensor: LazyTensor) -> Key:
-    (piece,) = tensor.near(tensor.box)
-    return piece.stored
 
 
 class _Tensors:
@@ -102,7 +91,7 @@ class _Tensors:
     def __init__(self, source: Source) -> None:
         self._source = source
         twice = [tensor for pair in source.repeated for tensor in (pair.first, pair.again)]
-        self.digests = {_only_key(tensor): hashlib.sha256() for tensor in twice}
+        self.digests = {tensor.name: hashlib.sha256() for tensor in twice}
         names = {
             piece.stored: tensor.name
             for tensor in (*twice, *source.catalog.values())
@@ -114,8 +103,47 @@ class _Tensors:
         }
         self._parts: dict[Key, Tensor] = {}
 
-    def take(self, stored: Key, numbers: Tensor) -> None:
-        """Look at numbers of a stored tensor, as they come."""
+    def read_whole(self, file: TensorFile, progress: Callable[[int], None]) -> tuple[str, Checksum]:
+        """Look at the tensors of a file; return its SHA-256 (hex) and the sums of the stretches whose sums it
+        states.
+
+        Memory is bounded, but for packed tensors, and those that lie in the file otherwise than row by row.
+        Raises ``BadCheckpoint`` if the file changes meanwhile.
+        """
+        keys = {stored.key: stored for stored in self.wanted if stored.file is file}
+        unpacked = (name for name, stored in keys.items() if self.wanted[stored][0] == stored)
+        plain = {name for name in unpacked if file.tensors[name].steps is None}
+        regions, digest, region, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
+        end, names = 0, list[str]()
+        with file.opened() as fd:
+            size = os.fstat(fd).st_size
+            bounds = chain(
+                ((begin, end) for begin, (end, _) in regions.items()), (sums[:2] for sums in file.sums)
+            )
+            seen = Checksum({0, size}.union(*bounds))
+            for at, data in seen.read_gaps(fd, *pairwise(sorted(seen.apart))):
+                progress(len(data))
+                digest.update(data)
+                done += len(data)
+                end, names = regions.get(at, (end, names))
+                if at >= end:
+                    continue
+                if len(names) == 1 and names[0] in plain:
+                    dtype = TORCH[file.tensors[names[0]].dtype]
+                    self._take(keys[names[0]], torch.frombuffer(data, dtype=dtype))
+                    continue
+                region += data
+                if done == end:
+                    for name in names:
+                        self._take(keys[name], _tensor(file, name, region, end - len(region)))
+                    region = bytearray()
+        if done < size:
+            expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
+            raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)
+        return digest.hexdigest(), seen
+
+    def _take(self, stored: Key, numbers: Tensor) -> None:
+        """Look at numbers of a stored tensor, as they come: pieces of one dim, or all of it."""
         key, name = self.wanted[stored]
         if key != stored:  # it is packed, and comes whole
             self._parts[stored] = numbers
@@ -126,7 +154,7 @@ class _Tensors:
         numbers = numbers.contiguous()
         if not look_at(numbers).finite:
             raise BadInput(self._source.path, name, expected="finite numbers", found="a NaN or an infinity")
-        if (digest := self.digests.get(key)) is not None:
+        if (digest := self.digests.get(name)) is not None:
             digest.update(numbers.view(torch.uint8).numpy().data)
 
 
@@ -179,7 +207,7 @@ def verify_file(
             also(data)
     sums, whole = [seen.of(*stretch) for stretch in stretches], 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
-        whole = combine(whole, crc, end - begin)
+        whole = crc32_combine(whole, crc, end - begin)
     _check(file.path, stored, whole)
     return {name: crc for (name, _), crc in zip(entries, sums[1:], strict=True)}
 
@@ -225,49 +253,6 @@ def check_bytes(source: Source, state: ParallelState) -> None:
             found=" and ".join(sorted({name for name, _ in opened})),
             todo="A run saved meanwhile: name one of its checkpoints, or try again",
         )
-
-
-def read_whole(
-    file: TensorFile,
-    each: Callable[[str, Tensor], None],
-    *,
-    keys: Container[str],
-    at_once: Container[str],
-    progress: Callable[[int], None],
-) -> tuple[str, Checksum]:
-    """Read the file; return its SHA-256 (hex) and the sums of the stretches whose sums it states.
-
-    ``each`` is given the numbers of the tensors ``keys``, as they come: pieces of one dim, which it must not
-    keep, or of a tensor in ``at_once`` all of it. Memory is bounded, but for these and for tensors that lie
-    in the file otherwise than row by row. Raises ``BadCheckpoint`` if the file changes meanwhile.
-    """
-    regions, digest, region, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
-    end, tensors = 0, list[str]()
-    with file.opened() as fd:
-        size = os.fstat(fd).st_size
-        bounds = chain(
-            ((begin, end) for begin, (end, _) in regions.items()), (sums[:2] for sums in file.sums)
-        )
-        seen = Checksum({0, size}.union(*bounds))
-        for at, data in seen.read_gaps(fd, *pairwise(sorted(seen.apart))):
-            progress(len(data))
-            digest.update(data)
-            done += len(data)
-            end, tensors = regions.get(at, (end, tensors))
-            if at >= end:
-                continue
-            if len(tensors) == 1 and tensors[0] not in at_once and file.tensors[tensors[0]].steps is None:
-                each(tensors[0], torch.frombuffer(data, dtype=TORCH[file.tensors[tensors[0]].dtype]))
-                continue
-            region += data
-            if done == end:
-                for key in tensors:
-                    each(key, _tensor(file, key, region, end - len(region)))
-                region = bytearray()
-    if done < size:
-        expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
-        raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)
-    return digest.hexdigest(), seen
 
 
 def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:

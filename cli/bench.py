@@ -42,6 +42,7 @@ def bench(
     """
     options = locals()
     from collections.abc import Sequence
+    from contextlib import suppress
 
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
@@ -50,7 +51,7 @@ def bench(
     from ..machine.measure.page import make_page, shown_figure
     from ..machine.measure.run import Row, check_parts, report_json
     from ..storage.file_names import kinds_of
-    from ..storage.leftovers import make_parents, remove_empty
+    from ..storage.leftovers import make_folder
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
 
@@ -65,7 +66,8 @@ def bench(
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)
-    made = make_parents(out)
+    is_new = not out.exists()
+    make_folder(out)
     try:
         with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
             task = progress.add_task("looking at the machine", total=None)
@@ -85,7 +87,9 @@ def bench(
 
             report = from_options(measure, options, only=parts, begin=begin, done=done)
     except BaseException:
-        remove_empty(made)
+        if is_new:
+            with suppress(OSError):
+                out.rmdir()
         raise
     for file, text in zip(files, (report_json(report), make_page(report)), strict=True):
         with output_file(file, parents=True) as path:

@@ -87,7 +87,7 @@ def index_tokens(
     # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
     # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
     staged_as = paths.index if in_place else paths.name
-    staging = Staging.begin_files(staged_as, refuse)
+    staging = Staging.begin(staged_as, refuse)
     try:
         hashes, begun = FileHashes(), 0
         for at, ids in _parts(foreign):

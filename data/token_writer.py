@@ -103,7 +103,7 @@ class TokenWriter:
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
         identity = hashlib.sha256(self._job.encode()).hexdigest()[:16] if self._job else None
-        self._staging = Staging.begin_files(self._paths.name, self._refuse_taken_name, identity=identity)
+        self._staging = Staging.begin(self._paths.name, self._refuse_taken_name, identity=identity)
         try:
             self._journal = Journal(self._staging.directory / "journal", Mark)
             self._open()

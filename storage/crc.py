@@ -1,29 +1,19 @@
 """Compute the CRC-32 of a file whose pieces come in any order, from any thread, by combining their sums.
 
-The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python's ``zlib`` does not offer.
+Intel's library gives the sums of zlib at five to eight times its speed, and ``crc32_combine``, which Python's
+``zlib`` does not offer: it makes the sum of two adjacent stretches of theirs and the second's length.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from threading import Lock
+
+from isal.isal_zlib import crc32 as crc32
+from isal.isal_zlib import crc32_combine as crc32_combine
 
 from .safe_open import read_full
 
-try:
-    from isal.isal_zlib import (
-        crc32 as crc32,  # Intel's library: five to eight times zlib's speed here, the same sums
-    )
-except ImportError:  # a processor for which there is none
-    from zlib import crc32 as crc32
-
-_POLYNOMIAL = 0xEDB88320
 _READ = 4 << 20
-
-
-def combine(first: int, second: int, second_length: int) -> int:
-    """Return the CRC-32 of two adjacent stretches of bytes, from that of each and the second's length."""
-    return _multiply(_power(second_length), first) ^ second
 
 
 class Checksum:
@@ -59,7 +49,7 @@ class Checksum:
                 if begin + before > offset:
                     return
                 if begin + before == offset and offset not in self.apart:
-                    self._pieces[at - 1] = before + length, combine(first, crc, length)
+                    self._pieces[at - 1] = before + length, crc32_combine(first, crc, length)
                     return
             self._begins.insert(at, offset)
             self._pieces.insert(at, (length, crc))
@@ -93,38 +83,8 @@ class Checksum:
     def of(self, begin: int, end: int) -> int:
         """Return the CRC-32 of what was seen of these bytes; no stretch may cross an end."""
         crc = 0
-        for number in range(bisect_left(self._begins, begin), bisect_left(self._begins, end)):
-            length, piece = self._pieces[number]
-            crc = combine(crc, piece, length)
-        return crc
-
-    def between(self, begin: int, end: int) -> int | None:
-        """Return the CRC-32 of these bytes; ``None`` if some were not seen, or a stretch crosses an end."""
         with self._lock:
-            first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
-            seen = sum(length for length, _ in self._pieces[first:last])
-            crosses = first < last and self._begins[last - 1] + self._pieces[last - 1][0] > end
-            return self.of(begin, end) if seen == end - begin and not crosses else None
-
-
-@lru_cache(maxsize=4096)
-def _power(length: int) -> int:
-    """Return x to the power ``8 * length``, modulo the polynomial."""
-    result, square = 1 << 31, 1 << 23  # 1, and x^8
-    while length:
-        if length & 1:
-            result = _multiply(square, result)
-        square = _multiply(square, square)
-        length >>= 1
-    return result
-
-
-def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials, modulo the polynomial, in zlib's reflected bit order."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if a & bit:
-            product ^= b
-        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
-        bit >>= 1
-    return product
+            for number in range(bisect_left(self._begins, begin), bisect_left(self._begins, end)):
+                length, piece = self._pieces[number]
+                crc = crc32_combine(crc, piece, length)
+        return crc

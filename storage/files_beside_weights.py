@@ -75,12 +75,7 @@ class Companion:
 def read_companions(paths: Sequence[Path]) -> list[Companion]:
     """Read all of them; ``BadInput`` for a file whose name is not that of a companion."""
     for path in paths:
-        check_companion(path.name, path)
+        if path.name not in COMPANIONS:
+            expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
+            raise BadInput(path, "companions", expected=expected, found=shown(path.name), todo=todo)
     return [Companion(path.name, read_small(path, _MOST_BYTES)) for path in paths]
-
-
-def check_companion(name: str, where: object) -> None:
-    """Refuse a file that may not travel along."""
-    if name not in COMPANIONS:
-        expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
-        raise BadInput(where, "companions", expected=expected, found=shown(name), todo=todo)

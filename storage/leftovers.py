@@ -4,8 +4,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
@@ -97,30 +97,10 @@ def lock_output(output: Path) -> FileLock:
     return lock
 
 
-def make_parents(folder: Path) -> list[Path]:
-    """Make the folders that are missing; gives those that were made, the outermost first. All or none."""
-    made, missing = list[Path](), list[Path]()  # thousands, perhaps
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    try:
-        for parent in reversed(missing):
-            try:
-                Disk().make_directory(parent)
-            except FileExistsError:
-                if not parent.is_dir():  # else another process made it, or it is ``new/../new``
-                    raise
-                continue
-            made.append(parent)
-            Disk().sync_directory(parent.parent)
-    except BaseException:
-        remove_empty(made)
-        raise
-    return made
-
-
-def remove_empty(made: Sequence[Path]) -> None:
-    """Remove what ``make_parents`` made, but for a folder in which somebody else put a file."""
-    for folder in reversed(made):
-        with suppress(OSError):
-            folder.rmdir()
+def make_folder(folder: Path) -> None:
+    """Make a folder and those around it, as far as they are missing; a power cut cannot take them back."""
+    missing = [*takewhile(lambda path: not path.exists(), (folder, *folder.parents))]  # thousands, perhaps
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another process made it, or it is ``new/../new``
+            Disk().make_directory(path)
+            Disk().sync_directory(path.parent)

@@ -38,9 +38,9 @@ _SAMPLES, _SAMPLE = 64, 4096
 class TensorFile:
     """Read a safetensors file whose header was checked. It holds no file descriptor between calls.
 
-    ``tensors``: for each name its ``View``. ``metadata``: the file's own ``__metadata__``. ``identity``
-    changes when the file changes, even if its time stamp was put back. Safe to use from several threads at
-    once.
+    ``tensors``: for each name its ``View``. ``metadata``: the file's own ``__metadata__``. ``size``: the
+    bytes of the whole file. ``identity`` changes when the file changes, even if its time stamp was put back.
+    Safe to use from several threads at once.
     """
 
     def __init__(
@@ -49,10 +49,11 @@ class TensorFile:
         tensors: dict[str, View],
         metadata: dict[str, str],
         data_begin: int,
+        size: int,
         identity: object,
     ):
         self.path, self.tensors, self.metadata, self.data_begin = path, tensors, metadata, data_begin
-        self.identity = identity
+        self.size, self.identity = size, identity
 
     def __repr__(self) -> str:
         """Return a text that is the same in the next process, for the identity of a plan."""
@@ -72,7 +73,8 @@ class TensorFile:
             raw = os.pread(fd, length, 8)
             if len(raw) < length:
                 raise BadInput(path, expected=f"{length:,} bytes of header", found=f"{len(raw):,}")
-            return cls(path, *parse_header(raw, status.st_size, path, expected=expected), identity_of(status))
+            header, size = parse_header(raw, status.st_size, path, expected=expected), status.st_size
+            return cls(path, *header, size, identity_of(status))
 
     @property
     def stored_in(self) -> Sequence[TensorFile]:
@@ -83,11 +85,6 @@ class TensorFile:
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of stretches whose sums the file states itself: safetensors none."""
         return ()
-
-    @property
-    def size(self) -> int:
-        """Return the number of bytes of the whole file."""
-        return max((entry.end for entry in self.tensors.values()), default=self.data_begin)
 
     def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
         """Return the tensors on the disk, each as its file and its name there, that ``name`` is made of."""

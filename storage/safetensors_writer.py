@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -16,20 +15,13 @@ from .crc import Checksum
 from .disk import Disk, DiskFailed, writing
 from .dtypes import TORCH
 from .safetensors_header import build_header
+from .strict_json import StoredFile
 from .strides import runs_of
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 #: Bytes that are summed and written at once: the sum brings them into the cache, to be written from there.
 _PIECE = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Describe a finished file: its bytes and their CRC-32."""
-
-    size: int
-    crc: int
 
 
 class TensorWriter:
@@ -89,12 +81,11 @@ class TensorWriter:
 
     def sum_of(self, name: str) -> int:
         """Return the CRC-32 of a tensor's bytes: as they were written, or else as they are in the file."""
-        entry = self.entries[name]
-        if (known := self._checksum.between(entry.begin, entry.end)) is not None:
-            return known
-        seen = Checksum()  # of its own: what a killed process wrote may be written again
-        for _ in seen.read_gaps(self._fd, (entry.begin, entry.end)):
-            pass
+        entry, seen = self.entries[name], self._checksum
+        if seen.gaps(entry.begin, entry.end):
+            seen = Checksum()  # of its own: what a killed process wrote may be written again
+            for _ in seen.read_gaps(self._fd, (entry.begin, entry.end)):
+                pass
         return seen.of(entry.begin, entry.end)
 
     def take(self, name: str, crc: int) -> None:
@@ -108,8 +99,8 @@ class TensorWriter:
         with writing(self.path):
             Disk().sync(self._fd)
 
-    def close(self) -> Written:
-        """Flush the file to the disk and return its size and checksum."""
+    def close(self) -> StoredFile:
+        """Flush the file to the disk and return its name, size and checksum."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
         file_size = os.fstat(self._fd).st_size
@@ -123,7 +114,7 @@ class TensorWriter:
             raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
         self.sync()
         self.abandon()
-        return Written(self.size, self._checksum.of(0, self.size))
+        return StoredFile(name=self.path.name, size=self.size, crc32=self._checksum.of(0, self.size))
 
     def abandon(self) -> None:
         """Close the file descriptor and leave the file as it is."""

@@ -1,12 +1,12 @@
 """Write an output into a directory beside its final place, and give it its name only when it is complete.
 
-    staging = Staging.begin(output, inputs=[source], need=bytes)   # checks, lock, a fresh directory beside it
-    ...                                                            # files written and synced into .directory
-    staging.publish(manifest)                                      # manifest last, sync, rename, sync
+    with staged(output, inputs=[source], need=bytes) as staging:   # checks, lock, a fresh directory beside it
+        ...                                                        # files written and synced into .directory
+        staging.publish(manifest)                                  # manifest last, sync, rename, sync
 
-An output of several files beside each other (``Staging.begin_files``, ``publish_files``) is complete when the
-last of them has its name; ``output_file`` is for one file. Killed at any point, the output is absent or
-whole; a later run clears what an earlier one left.
+An output of several files beside each other (``publish_files``) is complete when the last of them has its
+name; ``output_file`` is for one file. Killed at any point, the output is absent or whole; a later run clears
+what an earlier one left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
-from .leftovers import lock_output, make_parents, remove_empty
+from .leftovers import lock_output, make_folder
 from .output_places import IsOurs, check_free, check_output, check_output_file, nobodys
 from .safe_open import read_small
 
@@ -32,52 +33,32 @@ _IDENTITY = re.compile(r"[0-9a-f]{16}")
 class Staging:
     """Hold an unfinished output, owned by one process. Others may write into ``directory`` too."""
 
-    def __init__(self, output: Path, directory: Path, lock: FileLock, made: list[Path]):
+    def __init__(self, output: Path, directory: Path, lock: FileLock):
         self.output, self.directory = output, directory
         #: Whether a killed run of the same identity left files in ``directory``.
         self.goes_on = False
-        self._lock, self._made = lock, made
+        self._lock = lock
 
     @classmethod
     def begin(
-        cls,
-        output: Path | str,
-        *,
-        inputs: Iterable[Path] = (),
-        need: int = 0,
-        identity: str | None = None,
-        apart: bool = False,
+        cls, output: Path, check: Callable[[], None] | None = None, *, identity: str | None = None
     ) -> Staging:
-        """Check that a directory ``output`` can be, lock it, and make the directory to write into.
+        """Lock an output, and make the directory to write into.
 
-        ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan);
-        if it is there, left by a run that was killed, it is taken up as it is. ``apart``: see
-        ``check_output``.
+        ``check`` refuses names that are taken; without it the output is a directory, for which
+        ``check_output`` was called. ``identity``, 16 hexadecimal digits, names the directory (a conversion
+        gives the hash of its plan); if it is there, left by a run that was killed, it is taken up as it is.
         """
-        output = Path(output)
-        check_output(output, inputs=inputs, need=need, apart=apart)
-        return cls._begin(output, identity, lambda: check_free(output))
-
-    @classmethod
-    def begin_files(cls, output: Path, check: Callable[[], None], *, identity: str | None = None) -> Staging:
-        """Begin, as ``begin`` does, files whose names begin with ``output``.
-
-        ``check`` refuses names that are taken.
-        """
-        check()
-        return cls._begin(output, identity, check)
-
-    @classmethod
-    def _begin(cls, output: Path, identity: str | None, check: Callable[[], None]) -> Staging:
-        """Begin under the lock. ``check`` is called once more: another process may have finished since."""
         identity = secrets.token_hex(8) if identity is None else identity
         assert _IDENTITY.fullmatch(identity), identity
-        with writing(output.parent):
-            made = make_parents(output.parent)
-        directory = unfinished(output, identity)
-        staging = cls(output, directory, lock_output(output), made)
-        try:
+        if check is not None:
             check()
+        with writing(output.parent):
+            make_folder(output.parent)
+        directory = unfinished(output, identity)
+        staging = cls(output, directory, lock_output(output))
+        try:
+            (check or partial(check_free, output))()  # once more: another process may have finished since
             with writing(directory):
                 for path in leftovers(output):  # we have the lock, so nobody is writing there
                     if path != directory:
@@ -146,8 +127,8 @@ class Staging:
             Disk().sync_directory(self.output.parent)
 
     def abandon(self) -> None:
-        """Remove what was written, folders made for it included, and give up the lock. What cannot be removed
-        keeps its telling name. Does nothing after ``publish``.
+        """Remove what was written and give up the lock; folders made around the output stay. What cannot be
+        removed keeps its telling name. Does nothing after ``publish``.
         """
         if self._lock.fd >= 0:
             Disk().remove_tree(self.directory)
@@ -155,9 +136,7 @@ class Staging:
 
     def leave(self) -> None:
         """Give up the lock and keep what was written, for a later run of the same identity."""
-        if self._lock.fd >= 0:
-            self._lock.remove()
-            remove_empty(self._made)
+        self._lock.remove()
 
 
 def _rename(path: Path, place: Path) -> None:
@@ -174,12 +153,15 @@ def staged(
     identity: str | None = None,
     apart: bool = False,
 ) -> Iterator[Staging]:
-    """Run ``Staging.begin`` as a context: an error that leaves it before ``publish`` leaves nothing behind.
+    """Call ``check_output`` and run ``Staging.begin`` as a context: an error that leaves it before
+    ``publish`` leaves at most empty folders around the output.
 
     With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, so that the work can be
     continued.
     """
-    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, apart=apart)
+    output = Path(output)
+    check_output(output, inputs=inputs, need=need, apart=apart)
+    staging = Staging.begin(output, identity=identity)
     try:
         yield staging
     except KeyboardInterrupt:
@@ -209,7 +191,7 @@ def output_file(
     def check() -> None:
         check_output_file(out, ours=ours, force=force, inputs=inputs, parents=parents)
 
-    staging = Staging.begin_files(out, check)
+    staging = Staging.begin(out, check)
     path = staging.directory / out.name
     try:
         with writing(out):

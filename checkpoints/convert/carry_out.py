@@ -20,8 +20,7 @@ from ..hugging_face.writer import for_transformers, open_file, write_config_and_
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums
-from .execute import BLOCK, execute
-from .groups import Group
+from .execute import BLOCK, Group, Work
 from .plan import Form, Plan, identify, plan_conversion
 
 
@@ -117,7 +116,7 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
             writers.append(opened(folder / name, spec, again=True))
             transfers += [(transfer, writers[-1]) for transfer in made]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
-        written = [writer.close() for writer in writers]
+        files = [writer.close() for writer in writers]
     finally:
         for writer in writers:
             writer.abandon()
@@ -133,10 +132,6 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
         write_config_and_index(folder, config, writers, adapters=plan.source.adapter is not None)
         staging.publish()
         return
-    files = [
-        StoredFile(name=name, size=file.size, crc32=file.crc)
-        for name, file in zip(plan.files, written, strict=True)
-    ]
     manifest = _manifest(plan, files, [companion.stored for companion in companions])
     staging.publish(manifest.accepted_bytes(staging.output))
 
@@ -206,16 +201,14 @@ def _move(
             Disk().sync_directory(directory)
 
     try:
-        report = execute(
-            transfers,
+        report = Work(
             change=(lambda name: None) if plan.merge is None else plan.merge.change,
-            threads=options.workers,
             block=BLOCK if plan.merge is None else BLOCK // 2,  # a merge holds it in fp32 as well
             allow_nonfinite=allow_nonfinite,
             seen=seen,
             finished=FinishedWork(staging.directory / JOURNAL, sync, sync_interval=options.note_every),
             progress=options.progress,
-        )
+        ).execute(transfers, options.workers)
     except BadInput as error:
         if manifest is not None:  # numbers that are not finite may be what a damaged file looks like
             for file, stored in zip(source.files, manifest.files, strict=True):

@@ -7,10 +7,11 @@ eight ranks is read once, not eight times, and each write to a file is nearly al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import reduce
+from itertools import islice, pairwise, zip_longest
 from threading import Lock, local
 
 import torch
@@ -23,8 +24,8 @@ from ...storage.dtypes import BITS, TORCH, look_at, smallest
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
+from ...storage.strides import blocks
 from ..lora import Change
-from .groups import Group, cut_into_blocks, dtype_of, shared, spread
 from .plan import Transfer
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A
@@ -32,64 +33,23 @@ from .plan import Transfer
 #: that a read spans.
 BLOCK = 4 << 20
 
+#: Transfers that share their sources, each with the file whose tensor of that name has the box's shape.
+Group = list[tuple[Transfer, TensorWriter]]
+
 
 @dataclass
 class Report:
-    """Count the bytes that were moved, and name the tensors whose numbers need a warning.
+    """Name the tensors whose numbers need a warning.
 
     By tensor, ``overflows`` counts the numbers that a cast made infinite, and ``underflows`` the numbers that
     a cast made zero. ``vanished`` names the tensors that a cast turned into zeros only; ``zeros`` names the
     tensors that hold only zeros.
     """
 
-    bytes_read: int = 0
-    bytes_made: int = 0
     overflows: Counter[str] = field(default_factory=Counter)
     underflows: Counter[str] = field(default_factory=Counter)
     vanished: set[str] = field(default_factory=set)
     zeros: set[str] = field(default_factory=set)
-
-
-def execute(
-    transfers: Iterable[tuple[Transfer, TensorWriter]],
-    *,
-    change: Callable[[str], Change | None] = lambda name: None,
-    threads: int = 2,
-    block: int | None = None,
-    allow_nonfinite: bool = False,
-    seen: Mapping[TensorFile, Checksum] | None = None,
-    finished: FinishedWork | None = None,
-    progress: Callable[[int], None] = lambda made: None,
-) -> Report:
-    """Make the tensor of every transfer in its file.
-
-    ``change`` returns, for the name of a tensor, a function that changes its numbers block by block.
-    ``block``: bytes of a block; the default is ``BLOCK``. ``seen``: a checksum of each file, which
-    collects the sums of the bytes that are read. Work that ``finished`` notes as done is not done again, if
-    its bytes in the files have the noted sums. ``progress`` is called with the bytes made since the last
-    call, from any of ``threads``. Raises ``BadInput`` for the first number that is not finite, unless
-    ``allow_nonfinite``, and ``BadCheckpoint`` for a plan that does not set every element exactly once. The
-    first error ends the work; the files must then not be used.
-    """
-    groups: dict[object, Group] = defaultdict(list)
-    for transfer, writer in transfers:
-        transfer.check()
-        if transfer.box.size:
-            groups[shared(transfer)].append((transfer, writer))
-    work = _Work(change, block or BLOCK, allow_nonfinite, seen or {}, finished, progress)
-    pool = ThreadPoolExecutor(max(1, threads))
-    try:
-        for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
-            done.result()
-        if finished is not None:
-            finished.wait()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if finished is not None:
-            finished.close()
-    work.report.zeros = {group[0][0].name for group in groups.values()} - work.not_zero
-    work.report.vanished = set(work.report.underflows) - work.left
-    return work.report
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +63,53 @@ class _Read:
 
 
 @dataclass
-class _Work:
-    """Hold the data that all threads of one conversion share."""
+class Work:
+    """Make the tensors of transfers in their files, by several threads.
 
-    change: Callable[[str], Change | None]
-    block: int
-    allow_nonfinite: bool
-    seen: Mapping[TensorFile, Checksum]
-    finished: FinishedWork | None
-    progress: Callable[[int], None]
+    ``change`` returns, for the name of a tensor, a function that changes its numbers block by block.
+    ``block``: bytes of a block. ``seen``: a checksum of each file, which collects the sums of the bytes that
+    are read. Work that ``finished`` notes as done is not done again, if its bytes in the files have the noted
+    sums. ``progress`` is called with the bytes made since the last call, from any of the threads.
+    """
+
+    change: Callable[[str], Change | None] = lambda name: None
+    block: int = BLOCK
+    allow_nonfinite: bool = False
+    seen: Mapping[TensorFile, Checksum] = field(default_factory=dict)
+    finished: FinishedWork | None = None
+    progress: Callable[[int], None] = lambda made: None
     report: Report = field(default_factory=Report)
     #: Tensors with a number other than zero: as it was read, and after a cast.
     not_zero: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
     _scratch: local = field(default_factory=local)
+
+    def execute(self, transfers: Iterable[tuple[Transfer, TensorWriter]], threads: int = 2) -> Report:
+        """Make the tensor of every transfer in its file.
+
+        Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``, and
+        ``BadCheckpoint`` for a plan that does not set every element exactly once. The first error ends the
+        work; the files must then not be used.
+        """
+        groups: dict[object, Group] = defaultdict(list)
+        for transfer, writer in transfers:
+            transfer.check()
+            if transfer.box.size:
+                groups[_shared(transfer)].append((transfer, writer))
+        pool = ThreadPoolExecutor(max(1, threads))
+        try:
+            for done in [pool.submit(self.make, *group) for group in _spread([*groups.values()], threads)]:
+                done.result()
+            if self.finished is not None:
+                self.finished.wait()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if self.finished is not None:
+                self.finished.close()
+        self.report.zeros = {group[0][0].name for group in groups.values()} - self.not_zero
+        self.report.vanished = set(self.report.underflows) - self.left
+        return self.report
 
     def make(self, number: int, group: Group) -> None:
         """Make all blocks of the transfers that share their sources, which are of one tensor."""
@@ -127,7 +119,7 @@ class _Work:
             self.left.add(name)
             return
         remarkable, made = False, 0
-        coming = cut_into_blocks(group, self.block)
+        coming = _cut_into_blocks(group, self.block)
         following = next(coming, None)
         while (block := following) is not None:
             if (following := next(coming, None)) is not None:
@@ -140,10 +132,6 @@ class _Work:
             made += sum(part.size * BITS[transfer.dtype] // 8 for transfer, _, part in block.parts)
             if not zero:
                 self.not_zero.add(name)
-            with self._lock:
-                self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
-        with self._lock:
-            self.report.bytes_made += made
         # A group with a warning is not noted: a resumed conversion makes it again and warns again.
         if self.finished is not None and not remarkable:
             self.finished.note(number, made, lambda: _sums(group))
@@ -165,7 +153,7 @@ class _Work:
         """Read the stored numbers that the parts of a block need."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
-            out = self._buffer(f"read {number}", box.shape, dtype_of(place))
+            out = self._buffer(f"read {number}", box.shape, _dtype_of(place))
             place.file.read(place.key, box, out=out)
             zero = self._look(place, box, out)
             read[place] = _Read(out, box, self._sum(place, box, out), zero)
@@ -244,3 +232,66 @@ class _Work:
 def _sums(group: Group) -> list[int]:
     """Return, for each transfer, the CRC-32 of the bytes that its file now holds for its whole tensor."""
     return [writer.sum_of(transfer.name) for transfer, writer in group]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """List the parts of a block, and what they need: one smallest box of each stored tensor."""
+
+    parts: list[tuple[Transfer, TensorWriter, Box]]
+    needed: dict[Key, Box]
+
+
+def _shared(transfer: Transfer) -> object:
+    """Return a key; transfers with equal keys read the same rows of the same stored tensors, in one go."""
+    rows = (transfer.box.start[:1], transfer.box.stop[:1])
+    return transfer.name, rows, frozenset((piece.stored, piece.dims) for piece in transfer.pieces)
+
+
+def _spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
+    """Return the numbered groups in an order in which each thread works in another stretch of the plan.
+
+    Threads that write to the same file wait for each other in the operating system.
+    """
+    numbered = [*enumerate(groups)]
+    each = -(-len(numbered) // max(1, threads))
+    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
+    return [numbered for together in zip_longest(*stretches) for numbered in together if numbered is not None]
+
+
+def _cut_into_blocks(group: Group, nbytes: int) -> Iterator[_Block]:
+    """Yield what a group makes in blocks of at most about ``nbytes``, and what each is made of."""
+    transfers = [transfer for transfer, _ in group]
+    most = nbytes // max(_dtype_of(piece.stored).itemsize for each in transfers for piece in each.pieces)
+    for box in (box for slab in _slabs(transfers) for box in blocks(slab, most)):
+        parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(box))]
+        needed: dict[Key, Box] = {}
+        for transfer, _, part in parts:
+            for whole in transfer.pieces:
+                if (piece := whole.narrow(part)) is not None:
+                    hull, place = piece.hull, piece.stored
+                    needed[place] = needed[place].around(hull) if place in needed else hull
+        yield _Block(parts, needed)
+
+
+def _dtype_of(stored: Key) -> torch.dtype:
+    """Return the type of a stored tensor."""
+    return TORCH[stored.file.tensors[stored.key].dtype]
+
+
+def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
+    """Cut the box that a group makes where its sources end; a block then mostly lies in one run of a file."""
+    whole = reduce(Box.around, (transfer.box for transfer in group))
+    if not whole.start:
+        yield whole
+        return
+    ends = {
+        end
+        for transfer in group
+        for piece in transfer.pieces
+        if piece.dense  # pieces with steps lie between each other, and are read together
+        for end in (piece.box.start[0], piece.box.stop[0])
+    }
+    first, last = whole.start[0], whole.stop[0]
+    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
+        yield whole.narrow(0, start - first, stop - first)

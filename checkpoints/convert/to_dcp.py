@@ -22,7 +22,7 @@ from ...storage.output_places import check_output
 from ...storage.safetensors_reader import TensorFile
 from ...storage.staging import staged
 from ..foreign.rules import table_named
-from ..optimizer_state import moment_name
+from ..optimizer_state import adamw, moment_name
 from ..source import Source, read_source
 from ..verify import checksum_of, verify, verify_sums
 
@@ -128,39 +128,32 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
                 made[prefix + name] = partial(_read, tensors, empty, seen)
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
-        numbers_of = _numbers(source)
+        ours: dict[str, list[str]] = {}
+        for link in source.described.links()[0]:
+            ours.setdefault(link.hf, []).append(link.ours)
         nested[optimizer] = {
             "state": {
-                name: moments | numbers_of([hf for hf, _ in parts[name]]) for name, moments in state.items()
+                name: moments | _numbers(source, ours, [hf for hf, _ in parts[name]])
+                for name, moments in state.items()
             }
         }
     return nested, made
 
 
-def _numbers(source: Source) -> Callable[[Sequence[str]], dict[str, Tensor]]:
-    """Return a function from a tensor's parts, by Hugging Face's names, to the optimizer's numbers of it."""
-    stored = None if source.manifest is None else source.manifest.optimizer
-    if stored is None:
-        updates = torch.tensor(float(source.updates))
-        return lambda parts: {"step": updates}
-    ours: dict[str, list[str]] = {}
-    for link in source.described.links()[0]:
-        ours.setdefault(link.hf, []).append(link.ours)
-
-    def numbers_of(parts: Sequence[str]) -> dict[str, Tensor]:
-        numbers = {}
-        for key, number in stored.numbers.items():
-            values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
-            if len(values) > 1:
-                raise BadInput(
-                    source.path, f"optimizer.{key}", expected=f"one number for {parts[0]}",
-                    found=", ".join(map(str, values)), todo="Save the weights without the optimizer",
-                )  # fmt: skip
-            if (value := values.pop()) is not None:
-                numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
-        return numbers
-
-    return numbers_of
+def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]) -> dict[str, Tensor]:
+    """Return the optimizer's numbers of what is made of these tensors of Hugging Face."""
+    of_manifest = None if source.manifest is None else source.manifest.optimizer
+    stored, numbers = of_manifest or adamw({"updates": source.updates}), {}
+    for key, number in stored.numbers.items():
+        values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
+        if len(values) > 1:
+            raise BadInput(
+                source.path, f"optimizer.{key}", expected=f"one number for {parts[0]}",
+                found=", ".join(map(str, values)), todo="Save the weights without the optimizer",
+            )  # fmt: skip
+        if (value := values.pop()) is not None:
+            numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
+    return numbers
 
 
 def _parts(source: Source, names: str | None) -> tuple[Parts, Mapping[str, tuple[int, ...]]]:

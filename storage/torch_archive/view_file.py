@@ -24,8 +24,7 @@ class ViewFile(TensorFile):
     """
 
     def __init__(self, path: Path, size: int, identity: object) -> None:
-        super().__init__(path, {}, {}, 0, identity)
-        self._size = size
+        super().__init__(path, {}, {}, 0, size, identity)
         self._stretches: list[ZipEntry] = []  # in order
 
     @classmethod
@@ -46,7 +45,7 @@ class ViewFile(TensorFile):
         """
         key = str(len(self.tensors)) if key is None else key
         assert key not in self.tensors, key
-        end = self._size
+        end = self.size
         if self._stretches:
             stretch = self._stretch(view.begin)
             end = -1 if stretch is None else stretch.end
@@ -74,11 +73,6 @@ class ViewFile(TensorFile):
         """Return the last stretch that begins up to there."""
         number = bisect_right(self._stretches, begin, key=_BEGIN)
         return self._stretches[number - 1] if number else None
-
-    @property
-    def size(self) -> int:
-        """Return the number of bytes of the whole file."""
-        return self._size
 
     @property
     def sums(self) -> Sequence[tuple[int, int, int]]:

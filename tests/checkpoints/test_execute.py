@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import zlib
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.draws import drawn
-from trilith.checkpoints.convert import execute as execute_module
-from trilith.checkpoints.convert.execute import execute
+from trilith.checkpoints.convert.execute import Work
 from trilith.checkpoints.convert.plan import Transfer
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
@@ -73,12 +73,13 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
     whole = torch.randn(shape).bfloat16()
     stored = lazy(store(tmp_path, "w", whole, old), "w", whole, old)
     plan = [Transfer("w", box, tuple(stored.pieces(box)), "BF16") for box in new]
-    made, report = executed(tmp_path, plan, threads=threads, block=block)
-    assert report.bytes_made == whole.nbytes
+    sizes = []
+    made, _ = executed(tmp_path, plan, threads=threads, block=block, progress=sizes.append)
+    assert sum(sizes) == whole.nbytes
     assert all(torch.equal(tensor, whole[box.slices]) for tensor, box in zip(made, new, strict=True))
 
 
-def executed(folder, plan, **options):
+def executed(folder, plan, threads=2, **options):
     """Carry out a plan, each of its tensors in a file of its own; return these, and the report.
 
     Sums that were taken as the numbers were read are those of the files that were made of them.
@@ -90,36 +91,38 @@ def executed(folder, plan, **options):
     writers = [TensorWriter(path, names) for path, names in zip(paths, spec, strict=True)]
     seen = {piece.stored.file: Checksum() for transfer in plan for piece in transfer.pieces}
     try:
-        report = execute(zip(plan, writers, strict=True), seen=seen, **options)
+        report = Work(seen=seen, **options).execute(zip(plan, writers, strict=True), threads)
         for path, writer in zip(paths, writers, strict=True):
-            assert writer.close().crc == zlib.crc32(path.read_bytes())
+            assert writer.close().crc32 == zlib.crc32(path.read_bytes())
     finally:
         for writer in writers:
             writer.abandon()
     return [load_file(path)[transfer.name] for path, transfer in zip(paths, plan, strict=True)], report
 
 
-def run(folder, tensors, wanted):
+def run(folder, tensors, wanted, **options):
+    """Make boxes of tensors; return these, the report, and the number of bytes that were read."""
     plan = [
         Transfer(name, box, tuple(tensors[name].pieces(box)), "F32")
         for name, boxes in wanted.items()
         for box in boxes
     ]
-    return executed(folder, plan)
+    with mock.patch.object(TensorFile, "read", autospec=True, side_effect=TensorFile.read) as read:
+        made, report = executed(folder, plan, **options)
+    return made, report, sum(call.kwargs["out"].nbytes for call in read.call_args_list)
 
 
 @pytest.mark.parametrize("old", [1, 2, 8])
 @pytest.mark.parametrize("new", [1, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
-    monkeypatch.setattr(execute_module, "BLOCK", 4096)
+def test_every_byte_is_read_once(tmp_path, old, new, dim):
     whole = torch.randn(64, 96)
     n = whole.shape[dim]
     before = cut((64, 96), {dim: range(n // old, n, n // old)})
     after = cut((64, 96), {dim: range(n // new, n, n // new)})
     stored = lazy(store(tmp_path, "w", whole, before), "w", whole, before)
-    made, report = run(tmp_path, {"w": stored}, {"w": after})
-    assert report.bytes_read == report.bytes_made == whole.nbytes
+    made, _, nbytes = run(tmp_path, {"w": stored}, {"w": after}, block=4096)
+    assert nbytes == whole.nbytes
     assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made, after, strict=True))
 
 
@@ -148,8 +151,8 @@ def test_replicas_are_read_once(tmp_path):
     whole = torch.randn(64, 96)
     box = Box.whole((64, 96))
     stored = lazy(store(tmp_path, "w", whole, [box]), "w", whole, [box])
-    made, report = run(tmp_path, {"w": stored}, {"w": [box] * 8})
-    assert report.bytes_read == whole.nbytes and report.bytes_made == 8 * whole.nbytes
+    made, _, nbytes = run(tmp_path, {"w": stored}, {"w": [box] * 8})
+    assert nbytes == whole.nbytes
     assert all(torch.equal(tensor, whole) for tensor in made)
 
 
@@ -175,13 +178,12 @@ def test_a_look_finds_zeros():
 @pytest.mark.parametrize(
     ("value", "says"), [(float("nan"), "nan at"), (float("-inf"), "-inf at")], ids=["C9-NaN", "C10-infinity"]
 )
-def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, value, says):
-    monkeypatch.setattr(execute_module, "BLOCK", 256)
+def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, value, says):
     whole = torch.randn(40, 10)
     whole[33, 7] = value
     transfer = in_one_file(tmp_path, whole)
     with pytest.raises(BadInput, match=rf"0.safetensors: w: .*{says} \[33, 7\].*--allow-nonfinite"):
-        executed(tmp_path, [transfer()])
+        executed(tmp_path, [transfer()], block=256)
     (out,), _ = executed(tmp_path, [transfer()], allow_nonfinite=True)
     assert torch.equal(out, whole) if value == value else bool(out[33, 7].isnan())
 
@@ -242,14 +244,13 @@ def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     assert report.underflows == {"w": 7} and report.vanished == {"w"}
 
 
-def test_C11_tensors_of_zeros_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(execute_module, "BLOCK", 64)
+def test_C11_tensors_of_zeros_are_named(tmp_path):
     mixed = torch.zeros(40)
     mixed[39] = 1
     save_file({"zero": torch.zeros(40), "mixed": mixed}, tmp_path / "f")
     file = TensorFile.open(tmp_path / "f")
     known = {name: in_file(file, name) for name in ("zero", "mixed")}
-    _, report = run(tmp_path, known, {name: [Box((0,), (40,))] for name in known})
+    _, report, _ = run(tmp_path, known, {name: [Box((0,), (40,))] for name in known}, block=64)
     assert report.zeros == {"zero"}
 
 
@@ -267,7 +268,7 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path, rest,
         plan = [Transfer("w", piece.box, (piece,), "F16") for piece in cut_in_two]
         transfers = zip(plan, writers, strict=True)
         finished = FinishedWork(tmp_path / "journal", lambda: None, sync_interval=1)
-        report = execute(transfers, threads=1, finished=finished)
+        report = Work(finished=finished).execute(transfers, 1)
         for writer in writers:
             writer.close()
         assert (report.zeros, report.vanished, report.underflows) == (set(), set(), underflows)
@@ -285,7 +286,7 @@ def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp
 
     for plan in ([piece(0, 3)], [piece(0, 2), piece(1, 4)], [piece(0, 2), piece(1, 2), piece(3, 4)]):
         with pytest.raises(BadCheckpoint, match="plan: w: expected each element set once"):
-            execute([(Transfer("w", box, tuple(plan), "F32"), None)])
+            Work().execute([(Transfer("w", box, tuple(plan), "F32"), None)])
 
 
 def test_the_first_error_ends_the_work_and_its_threads(tmp_path):

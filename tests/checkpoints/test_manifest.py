@@ -29,8 +29,7 @@ def write_checkpoint(directory):
         writer = TensorWriter(directory / name, {"up": ("F32", (4, 4)), "norm": ("F32", (4,))})
         writer.write("up", Box.whole((4, 4)), UP[rank * 4 : rank * 4 + 4])
         writer.write("norm", Box.whole((4,)), NORM)
-        written = writer.close()
-        files.append(StoredFile(name=name, size=written.size, crc32=written.crc))
+        files.append(writer.close())
         parts.append(Part(file=rank, start=(rank * 4, 0), stop=(rank * 4 + 4, 4)))
     (directory / "tokenizer.json").write_bytes(b"{}")
     norms = (Part(file=0, start=(0,), stop=(4,)), Part(file=1, start=(0,), stop=(4,), role="replica"))
@@ -145,9 +144,7 @@ def replica_differs(directory):
     writer = TensorWriter(directory / SHARD, {"up": ("F32", (4, 4)), "norm": ("F32", (4,))})
     writer.write("up", Box.whole((4, 4)), UP[4:])
     writer.write("norm", Box.whole((4,)), NORM + 1)
-    crc = writer.close().crc
-    other = StoredFile(name=SHARD, size=manifest.files[1].size, crc32=crc)
-    manifest = manifest.model_copy(update={"files": (manifest.files[0], other)})
+    manifest = manifest.model_copy(update={"files": (manifest.files[0], writer.close())})
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
 
 

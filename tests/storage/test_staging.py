@@ -21,10 +21,9 @@ from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.leftovers import clear_unfinished, make_parents, remove_checkpoint, remove_empty
+from trilith.storage.leftovers import clear_unfinished, make_folder, remove_checkpoint
 from trilith.storage.output_places import check_output
 from trilith.storage.staging import Staging, staged
-from trilith.storage.strict_json import StoredFile
 
 
 def save(output, value):
@@ -36,10 +35,9 @@ def save(output, value):
             try:
                 writer.write(f"w{i}", Box((0,), (32,)), torch.full((32,), value))
                 writer.write(f"w{i}", Box((32,), (64,)), torch.full((32,), value))
-                written = writer.close()
+                files.append(writer.close())
             finally:
                 writer.abandon()
-            files.append(StoredFile(name=f"{i}.safetensors", size=written.size, crc32=written.crc))
             parts = (Part(file=i, start=(0,), stop=(64,)),)
             tensors[f"w{i}"] = StoredTensor(dtype="F32", shape=(64,), parts=parts)
         manifest = Manifest(
@@ -137,20 +135,17 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after
 
 @pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "make_directory", "rename"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_failure_removes_the_folders_that_were_made_for_it(tmp_path, method, after):
+def test_a_failure_leaves_nothing_but_the_folders_around_the_output(tmp_path, method, after):
     with suppress(DiskFailed), failing(method, errno.ENOSPC, after):
         save(tmp_path / "new" / "newer" / "step-00000002", 2.0)
         return  # it needed fewer of these
-    assert [*tmp_path.iterdir()] == [] or read(tmp_path / "new" / "newer" / "step-00000002") == 2.0
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert left == ["new", "newer"][: len(left)] or read(tmp_path / "new/newer/step-00000002") == 2.0
 
 
-def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_one(tmp_path):
+def test_a_way_over_a_folder_that_is_made_for_it(tmp_path):
     save(tmp_path / "new" / ".." / "new" / "out", 1.0)
     assert read(tmp_path / "new" / "out") == 1.0
-    with pytest.raises(KeyError), staged(tmp_path / "other" / "deeper" / "out"):
-        (tmp_path / "other" / "theirs").touch()
-        raise KeyError
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
 
 
 def test_G23_no_permission_to_rename(tmp_path):
@@ -239,14 +234,6 @@ def test_a_users_own_files_called_like_a_lock_stay(tmp_path):
     clear_unfinished(tmp_path)
     assert [path.read_text() for path in precious] == ["precious"] * 2
     assert (tmp_path / "new.lock").exists()
-
-
-def test_folders_that_were_made_for_an_output_go_with_it(tmp_path):
-    with pytest.raises(BadInput), staged(tmp_path / "a" / "b" / "out"):
-        raise BadInput("input", expected="another", found="this")
-    assert not [*tmp_path.iterdir()]
-    Staging.begin(tmp_path / "a" / "b" / "out").leave()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path):
@@ -408,8 +395,9 @@ def test_a_forgotten_sync_is_found(tmp_path, forgotten):
         check_crashes(root, log, scratch, old_calls)
 
 
-def test_folders_many_levels_deep_are_made_and_removed_again(tmp_path):
-    made = make_parents(tmp_path.joinpath(*["a"] * 1500))
-    assert len(made) == 1500 and made[-1].is_dir()
-    remove_empty(made)
-    assert not [*tmp_path.iterdir()]
+def test_folders_many_levels_deep_are_made(tmp_path):
+    deep = tmp_path.joinpath(*["a"] * 1500)
+    make_folder(deep)
+    assert deep.is_dir()
+    for path in (deep, *deep.parents[:1499]):  # pytest gives up on so many
+        path.rmdir()
