@@ -91,7 +91,11 @@ def _use(target: Path) -> bool:
 
 def _make_room(url: str, need: int) -> None:
     """Delete copies, the longest unused first, until ``need`` bytes more are within the bound."""
-    most = most_bytes()
+    setting = os.environ.get(CACHE_GB, "")
+    try:
+        most = float(setting or _DEFAULT_GB) * 1e9
+    except ValueError:
+        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None
     if need > most:
         raise BadInput(
             url, expected=f"at most {most / 1e9:g} GB, as {CACHE_GB} says", found=f"{need / 1e9:.3g} GB"
@@ -114,12 +118,3 @@ def _make_room(url: str, need: int) -> None:
             url, expected=f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take",
             found=f"{left / 1e9:.3g} GB in use", todo=todo,
         )  # fmt: skip
-
-
-def most_bytes() -> float:
-    """Return the most bytes that the cache may take."""
-    setting = os.environ.get(CACHE_GB, "")
-    try:
-        return float(setting or _DEFAULT_GB) * 1e9
-    except ValueError:
-        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None

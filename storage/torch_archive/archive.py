@@ -178,7 +178,6 @@ _NAMES: dict[str, Maker | None] = {
 
 #: Levels of dicts inside one another, such as a trainer's ``{"model": {...}}``.
 _DEEPEST = 8
-_MOST = MAX_TENSORS
 
 
 def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
@@ -209,12 +208,12 @@ def tensors_in(value: object, where: object) -> Iterator[tuple[str, View]]:
             (f"{prefix}{key}", child)
             for prefix, table in level
             if isinstance(table, dict)
-            for key, child in islice(table.items(), _MOST - met)
+            for key, child in islice(table.items(), MAX_TENSORS - met)
             if isinstance(key, str | int) and isinstance(child, View | dict)
         ]
         met += len(inside)
-        if met >= _MOST:
-            raise BadInput(where, expected=f"at most {_MOST:,} tensors", found="more")
+        if met >= MAX_TENSORS:
+            raise BadInput(where, expected=f"at most {MAX_TENSORS:,} tensors", found="more")
         for name, child in inside:
             if isinstance(child, View):
                 if name in seen or not name.isprintable():
