@@ -11,14 +11,12 @@ import os
 from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ...parallel_state import BadCheckpoint, BadInput
 from ..crc import crc32
 from ..dtypes import BITS, TORCH
-from ..safetensors_header import MAX_TENSORS
 from ..strict_json import shown, what_it_looks_like
 from ..strides import View
 from .pickle_records import Maker, Name, OrderedDict, read_records
@@ -176,8 +174,8 @@ _NAMES: dict[str, Maker | None] = {
 }
 
 
-#: Levels of dicts inside one another, such as a trainer's ``{"model": {...}}``.
-_DEEPEST = 8
+#: Levels of dicts inside one another, such as a trainer's ``{"model": {...}}``, and entries of all of them.
+_DEEPEST, _MOST_ENTRIES = 8, 1_000_000
 
 
 def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
@@ -197,23 +195,23 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
 def tensors_in(value: object, where: object) -> Iterator[tuple[str, View]]:
     """Yield each tensor in dicts inside one another, with its dotted name.
 
-    ``BadInput`` for a name twice, and for more dicts and tensors than a model has: dicts may be shared, so
-    that a small file can describe very many.
+    ``BadInput`` for a name twice, and for more entries than a model's file has: dicts may be shared, so that
+    a small file can describe very many.
     """
     level: list[tuple[str, object]] = [("", value)]
     seen: set[str] = set()
     met = 0
     for _ in range(_DEEPEST):
+        tables = [(prefix, table) for prefix, table in level if isinstance(table, dict)]
+        met += sum(len(table) for _, table in tables)
+        if met > _MOST_ENTRIES:
+            raise BadInput(where, expected=f"at most {_MOST_ENTRIES:,} entries", found=f"{met:,}")
         inside = [
             (f"{prefix}{key}", child)
-            for prefix, table in level
-            if isinstance(table, dict)
-            for key, child in islice(table.items(), MAX_TENSORS - met)
+            for prefix, table in tables
+            for key, child in table.items()
             if isinstance(key, str | int) and isinstance(child, View | dict)
         ]
-        met += len(inside)
-        if met >= MAX_TENSORS:
-            raise BadInput(where, expected=f"at most {MAX_TENSORS:,} tensors", found="more")
         for name, child in inside:
             if isinstance(child, View):
                 if name in seen or not name.isprintable():

@@ -298,6 +298,12 @@ def test_the_archive_that_these_were_made_of_is_read(tmp_path):
         open_state_dict(tmp_path / "twice.bin")
 
 
+def test_a_tensor_behind_many_other_entries_is_read(tmp_path):
+    vocabulary = {str(number): number for number in range(100_001)}
+    torch.save(vocabulary | {"w": torch.arange(4)}, tmp_path / "model.bin")
+    assert open_state_dict(tmp_path / "model.bin").read("w").tolist() == [0, 1, 2, 3]
+
+
 def read_dcp(path):
     read_foreign(path.parent)
 
