@@ -53,7 +53,7 @@ def models(
         trilith models arcee --show
     """
     from ..models import FAMILIES, published_size, published_sizes
-    from ..models.from_transformers.proved import offered, proved
+    from ..models.from_transformers.config import offered, proved
 
     adopted = proved()["types"].keys() - FAMILIES.keys()
     if show:
@@ -71,7 +71,7 @@ def models(
 
 def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
-    from ..models.from_transformers.proved import proved
+    from ..models.from_transformers.config import proved
     from .shared.shown_model import shown_model
 
     if name is None or as_json:
@@ -95,7 +95,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..models import published_sizes
-    from ..models.from_transformers.proved import offered, proved
+    from ..models.from_transformers.config import offered, proved
     from .shared.shown_model import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
@@ -136,7 +136,7 @@ def _word(can: bool) -> str:
 
 
 def _print_adopted(kind: str, as_json: bool) -> None:
-    from ..models.from_transformers.proved import AXES, proved, why_not, why_refused
+    from ..models.from_transformers.config import AXES, proved, why_not, why_refused
 
     refused = why_refused(kind)
     reasons = {} if refused else {axis: why for axis in AXES if (why := why_not(kind, axis))}

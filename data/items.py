@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput
-from ..parallel_state.user_errors import refused
+from ..parallel_state.user_errors import asked
 from .batches import SampleOrder
 from .mixture import Interleave
 
@@ -33,7 +33,7 @@ class ItemBatches(SampleOrder):
         self._key, self._sources, lengths = key, [source for source, _ in sources], list[int]()
         self._fingerprints, self.sequence_length = [known for _, known in sources], sequence_length
         for source in self._sources:
-            length = _call(lambda source=source: len(source), key, "a data set with a length")
+            length = asked(lambda source=source: len(source), key, "a data set with a length")
             if length < 1:
                 raise BadInput("recipe", key, expected="a data set with at least one item", found="none")
             lengths.append(length)
@@ -64,7 +64,7 @@ class ItemBatches(SampleOrder):
     def _item(self, source: int, number: int) -> dict[str, Tensor]:
         """Return an item; ``BadInput`` for what is not a dict of tensors."""
         where = self._place(source, number)
-        sample = _call(lambda: self._sources[source][number], where, "an item")
+        sample = asked(lambda: self._sources[source][number], where, "an item")
         expected = "a dict of tensors by name"
         if not isinstance(sample, Mapping) or not sample:
             kind = "an empty one" if isinstance(sample, Mapping) else type(sample).__name__
@@ -94,13 +94,3 @@ def _form(sample: Mapping[str, Tensor]) -> dict[str, str]:
         name: f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
         for name, tensor in sample.items()
     }
-
-
-def _call(ask: Any, where: str, expected: str) -> Any:
-    """Return what a user's data set answers; ``BadInput`` with its error."""
-    try:
-        return ask()
-    except BadInput:
-        raise
-    except (Exception, SystemExit) as error:
-        raise refused(error, where, expected=expected) from error

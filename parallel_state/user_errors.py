@@ -2,6 +2,7 @@
 
 import sys
 from types import FrameType, TracebackType
+from typing import Any
 
 from ..system import visible
 from ..system.errors import BadInput
@@ -17,6 +18,16 @@ def refused(error: BaseException, key: str, *, expected: str) -> BadInput:
     first = str(error).partition("\n")[0][:160]
     message = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
     return BadInput("recipe", key, expected=expected, found=visible(message))
+
+
+def asked(ask: Any, key: str, expected: str) -> Any:
+    """Return what the user's code answers; ``BadInput`` with its error."""
+    try:
+        return ask()
+    except BadInput:
+        raise
+    except (Exception, SystemExit) as error:
+        raise refused(error, key, expected=expected) from error
 
 
 def line_of_user(trace: TracebackType | None) -> str:

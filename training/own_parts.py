@@ -15,6 +15,7 @@ from ..data.items import ItemBatches
 from ..layers import find_blocks, set_attention_backend
 from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
+from ..parallel_state.user_errors import asked
 from ..pipeline import Stages
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe
@@ -23,7 +24,7 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
-from .own.code import OwnCode, call_own, check_keywords, own_code, refused
+from .own.code import OwnCode, call_own, check_keywords, own_code
 from .own.module import OwnConfig, OwnFamily
 from .precision import multiply_in_float8
 from .run_data import open_data
@@ -225,13 +226,9 @@ def _check_exchange(
             hooks.append(block.register_forward_pre_hook(partial(count, path, -1)))
             hooks.append(block.register_forward_hook(partial(count, path, 1)))
         part = {name: _cut(sample, dims.get(name), layout.context) for name, sample in samples.items()}
-        try:
-            Stages(model, ParallelState.stand_in(cut)).forward(part)
-        except BadInput:
-            raise
-        except (Exception, SystemExit) as error:  # whatever a user's code raises where numbers are missing
-            expected = "a forward that runs on a context rank's piece of the samples"
-            raise refused(error, "model.module", expected=expected) from error
+        expected = "a forward that runs on a context rank's piece of the samples"
+        try:  # whatever a user's code raises where numbers are missing
+            asked(lambda: Stages(model, ParallelState.stand_in(cut)).forward(part), "model.module", expected)
         finally:
             for hook in hooks:
                 hook.remove()

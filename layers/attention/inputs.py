@@ -56,7 +56,7 @@ class AttentionInputs:
         places = default_positions(like, state, embedded=True) if positions is None else positions
         tokens = places.shape[-1] * state.context.size if cache is None else cache.used
         self._scopes: dict[int | None, AttentionScope] = {}
-        self._places, self._tokens = places, tokens
+        self.places, self._tokens = places, tokens
         for layer in layers:
             layer.prepare(like.new_empty((len(like), 1, places.shape[-1], 0)), self.scope(layer.window))
         lengths = None
@@ -84,7 +84,7 @@ class AttentionInputs:
             else:
                 positions = self._positions
                 if window is not None and positions is None:  # a window needs them, and the host knows them
-                    positions = send(token_places(self._places.shape[-1], self.state), self._places.device)
+                    positions = send(token_places(self.places.shape[-1], self.state), self.places.device)
                 scope = AttentionScope(positions, self.cache, window=window, state=self.state)
                 self._scopes[window] = scope
         return self._scopes[window]

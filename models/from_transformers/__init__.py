@@ -4,6 +4,6 @@
 """
 
 from .config import adopted_types
-from .family import TransformersFamily, family_of_type
+from .model import TransformersFamily, family_of_type
 
 __all__ = ["TransformersFamily", "adopted_types", "family_of_type"]

@@ -1,24 +1,34 @@
-"""Hold the config of an adopted model: transformers' own, as text, and the numbers that trilith reads."""
+"""Hold the config of an adopted model: transformers' own, as text, and the numbers that trilith reads; and
+say which axes tests have proved of which types.
+"""
 
 import importlib
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from ...parallel_state import BadInput, from_validation
+from ...storage.small_files import read_toml
 from ..base.config import ModelConfig
-from ..base.keys import INERT, check_file, names
+from ..base.keys import INERT, LARGEST_NUMBER, check_file, names
 
+#: Why each axis is refused, by the key of a layout, where the table says no more.
+AXES = dict.fromkeys(("tensor", "sequence", "pipeline", "context"), "no test has proved it") | {
+    "expert": "the experts of adopted models are not spread over ranks"
+}
 #: Keys that say nothing of the forward pass; two configs that differ in them are of one model.
 _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
-
 
 #: Types that decode whatever their ``is_decoder`` says.
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
@@ -28,7 +38,6 @@ FROM_PADDING = names("""
 """)
 #: What a decoder, that was one of two parts, calls the number of its blocks.
 _BLOCKS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
-_SIZES = ("vocab_size", "hidden_size", "max_position_embeddings", *_BLOCKS)
 
 
 class AdoptedConfig(ModelConfig):
@@ -74,46 +83,46 @@ class AdoptedConfig(ModelConfig):
         usual = usual_config(kind).to_dict()
         endless = {key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)}
         free = _FREE | {key for key in endless if known[key] == usual.get(key)}
-        text = {key: entry for key, entry in known.items() if key not in free} | {"model_type": kind}
-        try:
-            written = json.dumps(text, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise BadInput(where, expected="numbers, texts and lists", found=str(error)) from None
-        return cls._read(config, written, where)
-
-    @classmethod
-    def _read(cls, config: Any, written: str, where: str) -> Self:
-        text = text_of(config)
+        stated = {key: entry for key, entry in known.items() if key not in free}
+        with in_one_line(where, expected="numbers, texts and lists"):
+            written = json.dumps(stated | {"model_type": kind}, sort_keys=True, allow_nan=False)
+        text = config.get_text_config(decoder=True)
         decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
         if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:
-            todo = (
-                "Set is_decoder to true" + " and is_encoder_decoder to false: its decoder trains alone" * two
-            )
+            todo = "Set is_decoder to true"
+            todo += " and is_encoder_decoder to false: its decoder trains alone" if two else ""
             if parts := ", ".join(sorted(getattr(config, "sub_configs", {}))):
                 todo = f"Models that are made of others ({parts}) are not taken"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
-        numbers = {
-            key: entry for key in _SIZES if type(entry := getattr(text, key, None)) is int and entry > 0
-        }
-        blocks = next((numbers[key] for key in _BLOCKS if key in numbers), 0)
-        places = numbers.get("max_position_embeddings", 2**31 - 1) - first_place(config)
-        sizes = {key: numbers.get(key, 0) for key in ("vocab_size", "hidden_size")}
-        sizes |= {"num_hidden_layers": blocks, "max_position_embeddings": places}
+
+        def count(*keys: str) -> int:
+            numbers = (getattr(text, key, None) for key in keys)
+            return next((number for number in numbers if type(number) is int and number > 0), 0)
+
         tied = bool(getattr(config, "tie_word_embeddings", False))
+        places = (count("max_position_embeddings") or LARGEST_NUMBER) - first_place(config)
         try:
-            return cls(raw=written, tie_word_embeddings=tied, **sizes)
+            return cls(
+                raw=written, tie_word_embeddings=tied,
+                vocab_size=count("vocab_size"), hidden_size=count("hidden_size"),
+                num_hidden_layers=count(*_BLOCKS), max_position_embeddings=places,
+            )  # fmt: skip
         except ValidationError as error:
             raise from_validation(where, error) from None
 
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
         """Return the keys that transformers' config class does not name."""
-        return sorted(raw.keys() - readable_keys(str(raw["model_type"])) - INERT - {"implementation"})
+        usual = usual_config(str(raw["model_type"]))
+        known = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
+        return sorted(raw.keys() - known - INERT - {"implementation", "rope_scaling", "rope_theta"})
 
     @property
     def experts_of_token(self) -> int:
         """Return how many of a stack of experts one token goes through, as far as the config says."""
-        return int(getattr(text_of(self.in_transformers()), "num_experts_per_tok", None) or 1)
+        return int(
+            getattr(self.in_transformers().get_text_config(decoder=True), "num_experts_per_tok", None) or 1
+        )
 
     @property
     def drops(self) -> bool:
@@ -148,11 +157,6 @@ def adopted_types() -> dict[str, str]:
 def model_class(kind: str) -> Any:
     """Return transformers' class of a type's models."""
     return getattr(importlib.import_module("transformers"), adopted_types()[kind])
-
-
-def text_of(config: Any) -> Any:
-    """Return the part of transformers' config that describes the blocks which make text."""
-    return config if getattr(config, "is_encoder_decoder", False) else config.get_text_config(decoder=True)
 
 
 def first_place(config: Any) -> int:
@@ -193,10 +197,40 @@ def usual_config(kind: str) -> Any:
 
 
 @lru_cache
-def readable_keys(kind: str) -> frozenset[str]:
-    """Return the keys that transformers' config class of a type reads."""
-    from inspect import signature
+def proved() -> dict[str, Any]:
+    """Return the table that ``make any-model`` writes: ``transformers``, its version, and ``types``, each
+    with its largest difference by axis, and ``why`` other axes are refused.
+    """
+    return read_toml(Path(__file__).with_name("proved.toml"))
 
-    made = usual_config(kind)
-    keys = {*made.to_dict(), *made.attribute_map, *signature(type(made).__init__).parameters}
-    return frozenset(keys | {"rope_scaling", "rope_theta"})
+
+def check_type(kind: str, where: str, *, trusted: bool) -> None:
+    """Refuse a type that tests have shown not to be transformers' own, unless it is ``trusted``, and a
+    transformers that is older than the one that they have proved types with.
+    """
+    wanted, installed = proved()["transformers"], version("transformers")
+    here, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
+    if here < least:
+        expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
+        raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
+    if not trusted and (why := why_refused(kind)):
+        expected = "a type whose model can be trained as it is in transformers"
+        raise BadInput(where, "model_type", expected=expected, found=kind, todo=why)
+
+
+def why_refused(kind: str) -> str:
+    """Return why a type is refused whole, or nothing."""
+    untried = {"refused": f"no test has tried it with transformers {proved()['transformers']}"}
+    return str(proved()["types"].get(kind, untried).get("refused", ""))
+
+
+def why_not(kind: str, axis: str) -> str:
+    """Return why an axis is not offered for a type of the table, or nothing."""
+    stated = proved()["types"][kind]
+    return "" if axis in stated["proved"] else str(stated.get("why", {}).get(axis, AXES[axis]))
+
+
+def offered() -> dict[str, tuple[str, ...]]:
+    """Return the types that pass, and of each the axes that tests have proved."""
+    passed = [kind for kind in proved()["types"] if not why_refused(kind)]
+    return {kind: tuple(axis for axis in AXES if not why_not(kind, axis)) for kind in passed}

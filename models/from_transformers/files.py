@@ -6,6 +6,7 @@ noted. An operation that keeps no boxes refuses.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...parallel_state import BadInput, Box, Piece
+from ..base.config import ModelConfig
+from ..base.family import Family, making
 from ..base.hugging_face_names import Link, shapes_of
-from .config import in_one_line
+from .config import AdoptedConfig, in_one_line
+from .meta import on_meta
 
 #: What makes a tensor of the same elements, or gives back the one that it is given.
 _COPIES = ("contiguous", "clone", "detach", "to", "cpu")
@@ -26,9 +30,9 @@ class Tracer(TorchFunctionMode):
     ``links_of``: of tensors that are no views, links of our parameters to them, none where they are lost.
     """
 
-    def __init__(self, links_of: dict[Tensor, list[Link]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.links_of = links_of
+        self.links_of = dict[Tensor, list[Link]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,8 +49,7 @@ class Tracer(TorchFunctionMode):
         made, start = [self.links(part) for part in parts], [0] * parts[0].dim()
         links = list[Link]()
         for part, part_links in zip(parts, made, strict=True):
-            place = Piece.plain(Box.whole(tuple(part.shape)), "", tuple(start))
-            links += _through(part_links, place)
+            links += _through(part_links, Piece.plain(Box.whole(tuple(part.shape)), "", tuple(start)))
             start[dim] += part.shape[dim]
         return links if all(made) else []
 
@@ -80,19 +83,32 @@ def _seen(view: Tensor, base: Tensor, name: str) -> Piece[str] | None:
     return Piece(Box(tuple(start), tuple(stop)), name, (0,) * view.dim(), tuple(dims), (1,) * base.dim())
 
 
-def file_links(model: Any, ours: Sequence[Link], kind: str) -> list[Link]:
-    """Return the links of our parameters to the tensors of files, from those to transformers' modules."""
+def held_links(family: Family, config: ModelConfig) -> list[Link]:
+    """Return the links between trilith's tensors and those of transformers' modules."""
+    model: Any = family.on_meta(config)
+    links, tied = list[Link](), getattr(model.hf, "all_tied_weights_keys", None) or {}
+    for name, declaration in family.declarations(config)[0].items():
+        hf, dim, number = model.fused.get(name, (tied.get(name, name), 0, 0))
+        start = (number * size if axis == dim else 0 for axis, size in enumerate(declaration.shape))
+        links.append(Link(name, Piece.plain(Box.whole(declaration.shape), hf, tuple(start))))
+    return links
+
+
+@lru_cache(maxsize=16)
+def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    """Return the links to the tensors of files, the embedding's first, and the shapes of these tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    kind, ours, tracer, links = family.model_type, held_links(family, config), Tracer(), list[Link]()
+    with making(torch.bfloat16, "cpu"):
+        model = on_meta(config, ours=False)
     with torch.device("meta"):
         traced = {name: torch.empty(shape) for name, shape in shapes_of(ours).items()}
-    tracer = Tracer({tensor: [] for tensor in traced.values()})
     for link in ours:
-        tracer.links_of[traced[link.hf]].append(link)
+        tracer.links_of.setdefault(traced[link.hf], []).append(link)
     expected = "conversion rules that rename, split, stack and transpose"
     with in_one_line(kind, "files", expected=expected), tracer:
         written = revert_weight_conversion(model, traced)
-    links = list[Link]()
     for name, tensor in written.items():
         if not (made := tracer.links(tensor, name)):
             expected = "a tensor of files made by renaming, splitting, stacking and transposing"
@@ -101,4 +117,7 @@ def file_links(model: Any, ours: Sequence[Link], kind: str) -> list[Link]:
     for name in sorted({link.ours for link in ours} - {link.ours for link in links}):
         expected, actual = "a tensor of files that holds it", "none, by transformers' rules"
         raise BadInput(kind, name, expected=expected, found=actual)
-    return links
+    embedding = model.get_input_embeddings().weight
+    first = next(name for name, parameter in model.named_parameters() if parameter is embedding)
+    links.sort(key=lambda link: link.ours != first)
+    return links, shapes_of(links)

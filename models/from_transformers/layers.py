@@ -1,6 +1,7 @@
 """Change transformers' modules in place: what each rank has of them, and what they read, take and give."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from typing import Any, cast
@@ -8,15 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    Stage,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
+from ...layers import RowParallelLinear, Stage, VocabParallelEmbedding, VocabParallelHead, own_random
 from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declare_parameter
-from ...parallel_state.engine import accelerator
 from .meta import initial_of
 from .probe import Probed
 
@@ -24,18 +18,17 @@ from .probe import Probed
 Change = Callable[[Tensor], Tensor]
 
 
-def enter(module: nn.Module, change: Change) -> None:
-    """Change the tensors that a module is given, in place."""
-
-    def entered(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        return _changed(args, change), {name: _changed(x, change) for name, x in named.items()}
-
-    module.register_forward_pre_hook(entered, with_kwargs=True)
-
-
-def leave(module: nn.Module, change: Change) -> None:
-    """Change the tensors that a module gives, in place."""
-    module.register_forward_hook(lambda module, args, output: _changed(output, change))
+def surround(module: nn.Module, takes: Change | None, gives: Change | None = None) -> None:
+    """Change the tensors that a module is given, and those that it gives, in place."""
+    if takes is not None:
+        module.register_forward_pre_hook(
+            lambda _, args, named: (
+                _changed(args, takes), {name: _changed(x, takes) for name, x in named.items()}
+            ),
+            with_kwargs=True,
+        )  # fmt: skip
+    if gives is not None:
+        module.register_forward_hook(lambda module, args, output: _changed(output, gives))
 
 
 def _changed(x: Any, change: Change) -> Any:
@@ -44,18 +37,8 @@ def _changed(x: Any, change: Change) -> Any:
     return change(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Put a module in the place of the one at ``path``."""
-    above, _, leaf = path.rpartition(".")
-    model.get_submodule(above)._modules[leaf] = module
-
-
 class StageEnd(Exception):
     """End transformers' forward behind the last block of a stage, with the hidden states that it made."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
 
 
 class StandIn(nn.Module):
@@ -71,16 +54,15 @@ class StandIn(nn.Module):
         super().__init__()
         # What transformers' code reads of a module before it calls it, such as a block's kind of attention.
         self.__dict__.update({key: own for key, own in vars(module).items() if not key.startswith("_")})
-        self.outputs, self.received, self.ends, self.constants = outputs, received, ends, dict[str, Tensor]()
-        if isinstance(module, nn.Embedding):
-            self.constants = {"zeros": torch.zeros(1, 1, module.embedding_dim, device="cpu")}
-            self.register_buffer("zeros", self.constants["zeros"].to("meta"), persistent=False)
+        self.outputs, self.received, self.ends = outputs, received, ends
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x: Any = args[0] if args else named.get("hidden_states")
         if self.ends:
             raise StageEnd(x)
-        x = self._buffers.get("zeros", x) if self.received is None else self.received
+        if "num_embeddings" in vars(self):
+            return torch.zeros(1, 1, vars(self)["embedding_dim"], device=x.device)
+        x = x if self.received is None else self.received
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
@@ -90,7 +72,7 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
     """
     for number, block in enumerate(model.get_submodule(shown.blocks) if shown.blocks else ()):
         if number not in stage.blocks:
-            put(model, f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
+            model.set_submodule(f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
     elsewhere = [f"{shown.blocks}."]
     for path, module in [*model.named_modules()]:
         here = (stage.last if path in shown.exit else stage.first) or module is but
@@ -100,7 +82,7 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
         if shown.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
             module._parameters.update(dict.fromkeys(own))
             continue
-        put(model, path, StandIn(module))
+        model.set_submodule(path, StandIn(module))
         elsewhere.append(f"{path}.")
 
 
@@ -158,7 +140,7 @@ def head_of(
 
 
 def declare_own(
-    module: nn.Module, state: ParallelState, *, cuts: Mapping[str, Cut] | None = None, partial: bool = False
+    module: nn.Module, state: ParallelState, cuts: Mapping[str, Cut], *, partial: bool = False
 ) -> None:
     """Declare a module's own parameters and persistent buffers, whole but for ``cuts``, in place.
 
@@ -167,10 +149,9 @@ def declare_own(
     transient, parts = module._non_persistent_buffers_set, ("tensor",) * (partial and state.tensor.size > 1)
     stored = {name: x for name, x in module.named_buffers(recurse=False) if name not in transient}
     for name, tensor in (dict(module.named_parameters(recurse=False)) | stored).items():
-        del (module._parameters if name in module._parameters else module._buffers)[name]
-        cut, still = (cuts or {}).get(name), not tensor.requires_grad
+        del (module._buffers if name in stored else module._parameters)[name]
+        cut, still, initial = cuts.get(name), not tensor.requires_grad, initial_of(tensor)
         sums = () if cut or still else parts
-        initial = initial_of(tensor)
         stated = Declaration(tuple(tensor.shape), cut, partial=sums, buffer=still, initial=initial)
         declare_parameter(module, name, stated, state, plain=True)
 
@@ -209,31 +190,29 @@ def without_sequence(state: ParallelState) -> ParallelState:
     return made
 
 
-def draw_apart(owner: nn.Module, state: ParallelState) -> None:
+class OwnDraws:
     """Let each tensor rank draw from a stream of its own between a module's linears that give it a part and
-    the one that takes it, or the module's end, in place: what is dropped there is of numbers that no other
-    rank has.
+    the one that takes it, or the module's end: what is dropped there is of numbers that no other rank has.
     """
-    before = list[tuple[torch.Generator, Tensor]]()
 
-    def begin(module: nn.Module, args: Any, output: Any) -> None:
-        if owner.training and not before:
-            seed = int(torch.randint(2**62, (), device="cpu"))
-            before.extend((each, each.get_state()) for each in accelerator.generators(state.device))
-            torch.manual_seed(seed + state.tensor.index)
+    def __init__(self, owner: nn.Module, state: ParallelState) -> None:
+        self.owner, self.state = owner, state
+        self.open: AbstractContextManager[None] | None = None
 
-    def end(*_: Any) -> None:
-        for generator, was in before:
-            generator.set_state(was)
-        before.clear()
+    def of(self, layer: nn.Module) -> None:
+        """Begin behind a column-parallel linear of the owner, and end before a row-parallel one."""
+        if isinstance(layer, RowParallelLinear):
+            layer.register_forward_pre_hook(self._end)
+        else:
+            layer.register_forward_hook(self._begin)
+            self.owner.register_forward_hook(self._end, always_call=True)  # a recomputation may stop between
 
-    kinds = {layer: vars(layer).get("inner") for layer in owner.children()}
-    if ColumnParallelLinear not in kinds.values():
-        return
-    for layer, kind in kinds.items():
-        if kind is RowParallelLinear:
-            layer.register_forward_pre_hook(end)
-        elif kind is ColumnParallelLinear:
-            layer.register_forward_hook(begin)
-    owner.register_forward_pre_hook(lambda module, args: before.clear())  # a recomputation may stop between
-    owner.register_forward_hook(end)
+    def _begin(self, *_: Any) -> None:
+        if self.owner.training and self.open is None:
+            self.open = own_random(self.state, split=True)
+            self.open.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.open = None

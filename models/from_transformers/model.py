@@ -1,22 +1,31 @@
-"""Define the model that transformers' code computes in our layout, or a pipeline stage of it."""
+"""Define the model that transformers' code computes in our layout, or a pipeline stage of it, and its family:
+all of it follows from transformers' config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage, default_positions
-from ...parallel_state import OWN, BadInput, ParallelState, alone_or, declarations, initialize
+from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage
+from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize
 from ..base.causal_lm import CausalLM
-from .attention import ATTENTION, carrier
-from .config import AdoptedConfig, first_place
-from .cut import Fused, cut_modules
+from ..base.config import ModelConfig
+from ..base.family import Family
+from ..base.hugging_face_names import Link
+from .attention import carrier
+from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place, why_not
+from .cut import Cutter
+from .files import file_links
 from .layers import StageEnd, StandIn, without_sequence
-from .meta import constants_of, on_meta
+from .meta import on_meta
 from .probe import probed
 
 
@@ -29,10 +38,9 @@ class Adopted(CausalLM):
 
     in_pieces = False
     rotary: dict[str, Any]
-    #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
+    #: transformers' model, whose modules are also this one's.
     hf: Any
     blocks: nn.ModuleList
-    fused: Fused
 
     def __init__(
         self, cfg: AdoptedConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
@@ -43,11 +51,9 @@ class Adopted(CausalLM):
         self.stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
         self.whole = without_sequence(self.state)
         self.shown = shown = probed(cfg)
-        hf = on_meta(cfg, attention=ATTENTION if self.can_cache else None)
-        self.embedding_width = getattr(hf.get_input_embeddings(), "embedding_dim", 0)
-        self.first_place = first_place(hf.config)
+        hf = on_meta(cfg, ours=self.can_cache)
         with torch.device("meta"):
-            self.fused = cut_modules(hf, cfg, shown, self.stage, state)
+            self.fused = Cutter(hf, cfg, shown, self.stage, state).fused
         blocks = hf.get_submodule(shown.blocks) if shown.blocks else nn.ModuleList()
         self.__dict__.update(hf=hf, blocks=blocks)  # whose modules are this one's, under their names
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
@@ -61,7 +67,7 @@ class Adopted(CausalLM):
         super()._apply(fn, recurse)
         device = next((parameter.device for parameter in self.parameters()), None)
         for module in self.modules():  # buffers that no file holds
-            for name, numbers in constants_of(module).items():
+            for name, numbers in vars(module).get("constants", {}).items():
                 module._buffers[name] = numbers.to(device or numbers.device)
         return self
 
@@ -99,40 +105,35 @@ class Adopted(CausalLM):
             named["attention_mask"] = carrier(inputs, len(x))
         elif cache is not None or inputs.documents is not None:
             what = "one document a row" if cache is None else "no cache of keys"
-            raise BadInput(
-                self.config.model_type, "positions", expected=what, found="others", todo=self.shown.no_context
-            )
-        if self.shown.takes_positions:
-            places = positions
-            if places is None:
-                places = default_positions(like, self.whole, embedded=True).unsqueeze(0)
-            named["position_ids"] = places + self.first_place
+            kind, why = self.config.model_type, self.shown.no_context
+            raise BadInput(kind, "positions", expected=what, found="others", todo=why)
+        if "position_ids" in signature(self.hf.forward).parameters:
+            named["position_ids"] = torch.atleast_2d(inputs.places) + first_place(self.hf.config)
         if stage.first:
             named["input_ids"] = x
         else:
             # The first own block is given x in the place of what the model makes of these.
-            named["inputs_embeds"] = x.new_zeros(len(x), length, self.embedding_width)
+            width = self.hf.get_input_embeddings().embedding_dim
+            named["inputs_embeds"] = x.new_zeros(len(x), length, width)
         with patch.dict(self.blocks._modules, self._stand_ins(stage, x)):
             try:
                 logits: Tensor = self.hf(**named).logits
             except StageEnd as end:
-                return end.hidden
+                hidden: Tensor = end.args[0]
+                return hidden
         return logits if cache is None else logits[:, -1:]
 
     def _stand_ins(self, stage: Stage, x: Tensor) -> dict[str, nn.Module]:
         """Return what stands in the places of blocks while one stage runs on ``x``."""
-        options: dict[int, dict[str, Any]] = {
-            number: {} for number in self.stage.blocks if number not in stage.blocks
-        }
-        if not stage.first:
-            options[stage.blocks[0] - 1] = {"received": x}
-        if not stage.last:
-            options[stage.blocks[-1] + 1] = {"ends": True}
-        blocks, outputs = self.blocks._modules, self.shown.outputs
+        before, after = stage.blocks[0] - 1, stage.blocks[-1] + 1
         return {
-            str(number): StandIn(blocks[str(number)], outputs=outputs, **kinds)
-            for number, kinds in options.items()
-        }
+            str(number): StandIn(
+                block, outputs=self.shown.outputs,
+                received=x if number == before else None, ends=number == after,
+            )
+            for number, block in enumerate(self.blocks)
+            if number in (before, after, *self.stage.blocks) and number not in stage.blocks
+        }  # fmt: skip
 
     def pin_attention(self, backend: PinnedBackend) -> None:
         """Let ``backend`` compute all attention, if attention is ours."""
@@ -167,3 +168,52 @@ class Adopted(CausalLM):
             if module not in inner and next(module.parameters(recurse=False), None) is not None
         ]  # fmt: skip
         return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]
+
+
+@dataclass(frozen=True)
+class TransformersFamily(Family):
+    """Be the family of a type whose blocks transformers computes."""
+
+    #: Whether to take axes that no test has proved for the type.
+    trusted: bool = False
+
+    adopted = True
+
+    def check_layout(self, config: ModelConfig, layout: Layout) -> None:
+        """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
+        assert isinstance(config, AdoptedConfig)
+        config.check_layout(layout)
+        shown = probed(config)
+        reasons = {
+            "pipeline": shown.no_pipeline,
+            "context": shown.no_context,
+            "expert": AXES["expert"],
+            "sequence": shown.no_context or shown.no_pipeline,
+        }
+        for axis in AXES:
+            size, least = getattr(layout, axis), "false" if axis == "sequence" else 1
+            if size in (False, least):
+                continue
+            if why := reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis)):
+                expected = f"{least} for {self.model_type}"
+                raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+
+    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own, and
+        for a transformers that is older than the one that they have proved types with.
+        """
+        check_type(self.model_type, where, trusted=self.trusted)
+        return super().from_hf(raw, where)
+
+    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
+        return file_links(self, config)
+
+
+@lru_cache
+def family_of_type(kind: str) -> Family | None:
+    """Return the family of a type that transformers has a model of that makes text, else ``None``."""
+    architecture = adopted_types().get(kind)
+    return (
+        None if architecture is None else TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ())
+    )

@@ -2,24 +2,27 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ..base.family import making
-from .attention import ATTENTION, watched
-from .config import AdoptedConfig, text_of
+from .attention import watched
+from .config import AdoptedConfig
 from .meta import on_meta
 
 _TOKENS = 16
+#: Replaced in the forward, because they read places and masks, which have no values there.
+_READERS: dict[str, Any] = {
+    "find_packed_sequence_indices": lambda position_ids: None,
+    "_ignore_causal_mask_sdpa": lambda *args, **named: False,
+}
 
 
-@dataclass(frozen=True)
 class Probed:
     """State what one forward showed, and why the model cannot be cut into stages or over context ranks.
 
@@ -28,127 +31,96 @@ class Probed:
     parameters that logits of tokens alone do not depend on, such as those of an image encoder.
     """
 
-    blocks: str
-    exit: frozenset[str] = frozenset()
-    outputs: int = 0
-    takes_positions: bool = True
-    no_pipeline: str = ""
-    no_context: str = ""
-    idle: frozenset[str] = frozenset()
+    def __init__(self, cfg: AdoptedConfig) -> None:
+        self.no_pipeline, self.no_context, self.outputs = "", "", 0
+        self.entry, self.exit, self.idle = set[str](), set[str](), set[str]()
+        model, count = on_meta(cfg, ours=False), cfg.num_hidden_layers
+        self.blocks = path_of_blocks(model, count)
+        if not self.blocks:
+            self.no_pipeline = self.no_context = f"no list of {count} blocks in its code"
+            return
+        if not getattr(type(model), "_supports_attention_backend", False):
+            self.no_context = "its attention is not transformers' common one"
+        elif "position_ids" not in signature(model.forward).parameters:
+            self.no_context = "its forward takes no position_ids"
+        problems = list[str]()
+        try:
+            if not self.no_context:
+                model = on_meta(cfg, ours=True)
+            with watched(problems):
+                self.no_pipeline = self._watch(model, cfg)
+        except Exception as error:  # whatever its code raises
+            first = str(error).strip().partition("\n")[0][:120]
+            self.no_pipeline = f"its code does not run without memory ({type(error).__name__}: {first})"
+            self.no_context = self.no_context or self.no_pipeline
+        self.no_context = self.no_context or _why_not_ours(model.get_submodule(self.blocks), problems, cfg)
+
+    def _watch(self, model: Any, cfg: AdoptedConfig) -> str:
+        """Run a forward, note what runs when, and return why its blocks cannot be cut into stages."""
+        number_of = {block: number for number, block in enumerate(model.get_submodule(self.blocks))}
+        order, shapes, besides, shared = list[int](), set[tuple[int, ...]](), list[Tensor](), list[str]()
+
+        def left(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            order.append(number_of[block])
+            named = dict(zip(signature(block.forward).parameters, args, strict=False)) | kwargs
+            entering, *others = named.items()
+            for name, member in others:
+                of_block = any(member is tensor for tensor in besides)
+                if isinstance(member, Tensor) and (of_block or member.requires_grad):
+                    shared.append(name)
+            members = [output] if isinstance(output, Tensor) else [*output]
+            self.outputs = 0 if isinstance(output, Tensor) else len(members)
+            besides.extend(member for member in members[1:] if isinstance(member, Tensor))
+            shapes.update(tuple(x.shape) if isinstance(x, Tensor) else () for x in (entering[1], members[0]))
+
+        def noting(path: str) -> Any:
+            return lambda *_: (self.exit if order else self.entry).add(path)
+
+        inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
+        for path, module in model.eval().named_modules():
+            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            if module in number_of:
+                module.register_forward_hook(left, with_kwargs=True)
+            elif module not in inner and own:
+                bare += own
+                module.register_forward_pre_hook(noting(path))
+        with torch.device("meta"), patch.multiple("transformers.masking_utils", **_READERS):
+            tokens = torch.zeros((2, _TOKENS), dtype=torch.int64)
+            read = _read_by(model(input_ids=tokens, use_cache=False).logits)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.idle = {name for name, p in trained.items() if p not in read}
+        if order != [*range(cfg.num_hidden_layers)]:
+            return "its blocks do not run once each, in order"
+        if shapes != {(2, _TOKENS, cfg.hidden_size)}:
+            return "what its blocks pass on is not (batch, sequence, hidden_size)"
+        if shared:
+            return f"its blocks are given {shared[0]} beside hidden states, which alone stages send"
+        if both := self.entry & self.exit:
+            return f"{min(both)} runs before and after blocks"
+        called = {path for path in self.entry | self.exit if not self.blocks.startswith(f"{path}.")}
+        for name in bare:
+            if name.rpartition(".")[0] not in called and name not in self.idle:
+                return f"{name} is used outside the blocks, and no module of its own is called"
+        return ""
 
 
 @lru_cache(maxsize=32)
 def probed(cfg: AdoptedConfig) -> Probed:
     """Return what a forward of the model shows."""
     with making(torch.bfloat16, "cpu"):  # without memory, grouped products of experts have no other dtype
-        return _probed(cfg)
+        return Probed(cfg)
 
 
-def _probed(cfg: AdoptedConfig) -> Probed:
-    model = on_meta(cfg, attention=None)
-    blocks = path_of_blocks(model, cfg.num_hidden_layers)
-    takes = "position_ids" in signature(model.forward).parameters
-    if not blocks:
-        why = f"no list of {cfg.num_hidden_layers} blocks in its code"
-        return Probed("", no_pipeline=why, no_context=why, takes_positions=takes)
-    no_context = ""
-    if not getattr(type(model), "_supports_attention_backend", False):
-        no_context = "its attention is not transformers' common one"
-    elif not takes:
-        no_context = "its forward takes no position_ids"
-    problems = list[str]()
-    try:
-        if not no_context:
-            model = on_meta(cfg, attention=ATTENTION)
-        with watched(problems):
-            calls = _Calls(model, blocks)
-    except Exception as error:  # whatever its code raises
-        first = str(error).strip().partition("\n")[0][:120]
-        why = f"its code does not run without memory ({type(error).__name__}: {first})"
-        return Probed(blocks, no_pipeline=why, no_context=no_context or why, takes_positions=takes)
-    no_context = no_context or _why_not_ours(model.get_submodule(blocks), problems, cfg)
-    no_pipeline = calls.problem(cfg)
-    return Probed(blocks, frozenset(calls.exit), calls.outputs, takes, no_pipeline, no_context, calls.idle)
-
-
-def path_of_blocks(model: nn.Module, count: int) -> str:
+def path_of_blocks(model: Any, count: int) -> str:
     """Return the path of the first list of as many modules with parameters as the config states blocks, in
     what transformers calls the decoder, or anywhere.
     """
-    inside = {*cast(Any, model).get_decoder().modules()}
+    inside = {*model.get_decoder().modules()}
     for path, module in sorted(model.named_modules(), key=lambda named: named[1] not in inside):
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
             return str(path)
     return ""
-
-
-class _Calls:
-    """Run a forward, and note the order of calls around the blocks."""
-
-    def __init__(self, model: Any, blocks: str) -> None:
-        self.blocks = blocks
-        self.number_of = {block: number for number, block in enumerate(model.get_submodule(blocks))}
-        inner = {module for block in self.number_of for module in block.modules()}
-        self.order: list[int] = []
-        self.entry, self.exit = set[str](), set[str]()
-        self.outputs, self.shapes = 0, set[tuple[int, ...]]()
-        self.besides: list[Tensor] = []
-        self.shared, self.idle = "", frozenset[str]()
-        self.bare = list[str]()
-        for path, module in model.eval().named_modules():
-            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            if module in self.number_of:
-                module.register_forward_hook(self._left_block, with_kwargs=True)
-            elif module not in inner and own:
-                self.bare += own
-                module.register_forward_pre_hook(self._noting(path))
-        self._run(model)
-
-    def _run(self, model: Any) -> None:
-        tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
-        with (
-            torch.device("meta"),
-            patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-            patch("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *args, **named: False),
-        ):  # they read places and masks, which have no values here
-            logits = model(input_ids=tokens, use_cache=False).logits
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        read = _read_by(logits)
-        self.idle = frozenset(name for name, p in trained.items() if p not in read)
-
-    def _noting(self, path: str) -> Any:
-        return lambda module, args: (self.exit if self.order else self.entry).add(path)
-
-    def _left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.order.append(self.number_of[module])
-        named = dict(zip(signature(module.forward).parameters, args, strict=False)) | kwargs
-        entering, *others = named.items()
-        for name, member in others:
-            of_block = any(member is tensor for tensor in self.besides)
-            if isinstance(member, Tensor) and (of_block or member.requires_grad):
-                self.shared = self.shared or name
-        members = [output] if isinstance(output, Tensor) else [*output]
-        self.outputs = 0 if isinstance(output, Tensor) else len(members)
-        self.besides += [member for member in members[1:] if isinstance(member, Tensor)]
-        for x in (entering[1], members[0]):
-            self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
-
-    def problem(self, cfg: AdoptedConfig) -> str:
-        """Return why the blocks cannot be cut into stages, or nothing."""
-        if self.order != [*range(cfg.num_hidden_layers)]:
-            return "its blocks do not run once each, in order"
-        if self.shapes != {(2, _TOKENS, cfg.hidden_size)}:
-            return "what its blocks pass on is not (batch, sequence, hidden_size)"
-        if self.shared:
-            return f"its blocks are given {self.shared} beside hidden states, which alone stages send"
-        if both := self.entry & self.exit:
-            return f"{min(both)} runs before and after blocks"
-        called = {path for path in self.entry | self.exit if not self.blocks.startswith(f"{path}.")}
-        for name in self.bare:
-            if name.rpartition(".")[0] not in called and name not in self.idle:
-                return f"{name} is used outside the blocks, and no module of its own is called"
-        return ""
 
 
 def _read_by(output: Tensor) -> set[Tensor]:
@@ -163,14 +135,6 @@ def _read_by(output: Tensor) -> set[Tensor]:
     return read
 
 
-def _rope_by_length(config: Any) -> str:
-    """Return the type of a rotation that transformers computes anew by the positions that are there."""
-    stated = getattr(text_of(config), "rope_parameters", None) or {}
-    tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
-    types = [table.get("rope_type") for table in tables]
-    return next((kind for kind in ("dynamic", "longrope") if kind in types), "")
-
-
 #: In names of classes that mix tokens otherwise than by attention; transformers' Conv1D is a linear.
 _OTHER_MIXERS = re.compile(
     "Mamba|SSM|Ssm|Recurrent|LinearAttention|Lightning|DeltaNet|DeltaAttention|Indexer|Conv(?!1D)|R[Ww][Kk][Vv]|"
@@ -183,8 +147,11 @@ def _why_not_ours(blocks: nn.Module, problems: Sequence[str], cfg: AdoptedConfig
     for module in blocks.modules():
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
-    if rope := _rope_by_length(cfg.in_transformers()):
-        return f"its rotation of type {rope} depends on the longest row that a rank has"
+    stated = getattr(cfg.in_transformers().get_text_config(decoder=True), "rope_parameters", None) or {}
+    tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
+    for table in tables:  # which transformers computes anew by the positions that are there
+        if (rope := table.get("rope_type")) in ("dynamic", "longrope"):
+            return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not problems:
         return "its blocks do not call transformers' common attention"
     return next(filter(None, problems), "")

@@ -10,7 +10,7 @@ from trilith.cli.app import run
 from trilith.cli.shared import shown_model as shown_model_module
 from trilith.cli.shared.shown_model import shown_model
 from trilith.models import FAMILIES, published_size
-from trilith.models.from_transformers.proved import offered
+from trilith.models.from_transformers.config import offered
 from trilith.simulation.kinds_of_blocks import block_kinds
 
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}

@@ -30,12 +30,11 @@ from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
 from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
-from trilith.models.from_transformers.config import config_class
-from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
+from trilith.models.from_transformers.config import config_class, offered, proved
+from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
 from trilith.models.from_transformers.meta import on_meta
 from trilith.models.from_transformers.probe import probed
-from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
@@ -215,7 +214,7 @@ def test_every_style_of_transformers_plans_has_a_row():
         for kind in adopted_types()
         for style in (getattr(config_class(kind), "base_model_tp_plan", None) or {}).values()
     }
-    assert styles - {*LINEARS, *OTHERS, *REFUSED} == set()
+    assert styles - STYLES.keys() == set()
 
 
 def test_a_style_without_a_row_is_refused(monkeypatch):
@@ -536,7 +535,7 @@ def test_an_embedding_with_an_option_that_ours_lacks_is_refused(option):
 def test_a_buffer_that_cannot_be_declared_is_named_itself_in_the_refusal():
     config = family("deepseek_v4").from_hf(tiny("deepseek_v4"))
     with pytest.raises(BadInput, match=r"^deepseek_v4: model\.layers\.0\..*: expected floating numbers"):
-        on_meta(config, attention=None)
+        on_meta(config, ours=False)
 
 
 def test_a_type_of_the_zoo_stays_the_zoos():

@@ -22,8 +22,9 @@ from trilith.data import Batch
 from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
 from trilith.models.from_transformers import TransformersFamily, family_of_type
-from trilith.models.from_transformers import family as proved
-from trilith.models.from_transformers.config import FROM_PADDING, config_class, model_class, text_of
+from trilith.models.from_transformers import config as adopted
+from trilith.models.from_transformers.config import FROM_PADDING, config_class, model_class
+from trilith.models.from_transformers.files import held_links
 from trilith.parallel_state import (
     BadInput,
     Layout,
@@ -342,7 +343,7 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     gaps = [abs(seen.losses[0] / float(loss) - 1)]
     named = dict(theirs.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
-    for link in made.held_links(config):
+    for link in held_links(made, config):
         if link.hf not in named:
             continue
         of_theirs = named[link.hf].grad
@@ -364,7 +365,7 @@ def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
     """Train the model, and return how far the first loss and gradients of the zoo's own model are from its,
     by the names in files. Asserts that both write the same bytes of the same file.
     """
-    with TemporaryDirectory() as place, patch(f"{proved.__name__}.why_refused", lambda kind: ""):
+    with TemporaryDirectory() as place, patch(f"{adopted.__name__}.why_refused", lambda kind: ""):
         there = Path(place)
         convert(save(there / "ours", ours), there / "hf", to="hf")
         zoo = cast(Any, load(there / "hf", dtype=torch.float64).model)
@@ -447,10 +448,10 @@ def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     theirs = model_class(config.model_type)._from_config(
         config.in_transformers(), dtype=torch.float64, attn_implementation="eager"
     )
-    text_of(theirs.config)._experts_implementation = "eager"
+    theirs.config.get_text_config(decoder=True)._experts_implementation = "eager"
     for parameter in theirs.parameters():  # some are in fp32 whatever is asked for
         parameter.data = parameter.data.double()
-    links = made.held_links(config)
+    links = held_links(made, config)
     tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in theirs.state_dict().items()}
     parameters = dict(ours.named_parameters())
     for link in links:

@@ -13,7 +13,7 @@ from typing import Any
 
 import trilith
 from trilith.models import FAMILIES
-from trilith.models.from_transformers.proved import AXES
+from trilith.models.from_transformers.config import AXES
 from trilith.storage.small_files import read_toml
 
 from support.any_model import LAYOUTS

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 import pytest
-from trilith.models.from_transformers.proved import proved
+from trilith.models.from_transformers.config import proved
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...parallel_state import BadInput
-from ...parallel_state.user_errors import refused as refused
+from ...parallel_state.user_errors import asked, refused
 from ...storage.small_files import read_text
 from ...system import visible
 
@@ -47,7 +48,8 @@ def own_code(name: str, key: str) -> OwnCode:
     module = _ran[place][1]
     if not hasattr(module, entry):
         public = [known for known in vars(module) if not known.startswith("_")]
-        expected, todo = f"a name in {visible(file)}", _nearest(entry, public, 3)
+        near = get_close_matches(entry, public, cutoff=0.5)
+        expected, todo = f"a name in {visible(file)}", f"Nearest: {', '.join(near)}" if near else ""
         raise BadInput("recipe", key, expected=expected, found=entry, todo=todo)
     return OwnCode(getattr(module, entry), name, digest)
 
@@ -70,14 +72,13 @@ def _run(source: str, path: Path, key: str) -> ModuleType:
 
 def _module_name(path: Path) -> str:
     """Return the file's own name, unless an import of it gives another file; then one that nothing has."""
-    name = path.stem
+    name, digest = path.stem, hashlib.sha256(str(path).encode()).hexdigest()[:8]
     if "." not in name:
-        known = sys.modules.get(name)
-        spec = importlib.util.find_spec(name) if known is None else None
-        origin = spec.origin if spec is not None else getattr(known, "__file__", None)
-        if (known is None and spec is None) or (origin and Path(origin).resolve() == path):
-            return name
-    return f"{name.replace('.', '_')}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        with suppress(ValueError):  # of a module without a spec
+            spec = importlib.util.find_spec(name)
+            if spec is None or (spec.origin and Path(spec.origin).resolve() == path):
+                return name
+    return f"{name.replace('.', '_')}_{digest}"
 
 
 def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **offered: Any) -> Any:
@@ -86,51 +87,42 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
     """
     named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
-    check_keywords(code, arguments, key)
-    try:
-        if (signature := _signature(code.entry)) is not None:
-            signature.bind(**arguments, **named)
-    except TypeError as error:
-        raise BadInput("recipe", key, expected=_keywords(code), found=error) from None
-    try:
-        return code.entry(**arguments, **named)
-    except BadInput:
-        raise
-    except (Exception, SystemExit) as error:
-        shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
-        raise refused(error, within, expected=f"one that can be made with ({shown})"[:160]) from error
+    check_keywords(code, arguments, key, beside=named)
+    shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
+    expected = f"one that can be made with ({shown})"[:160]
+    return asked(lambda: code.entry(**arguments, **named), within, expected)
 
 
-def check_keywords(code: OwnCode, arguments: Iterable[str], key: str) -> None:
-    """Refuse an argument that a function or class has no keyword for."""
+def check_keywords(
+    code: OwnCode, arguments: Mapping[str, Any], key: str, *, beside: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse an argument that a function or class has no keyword for; and, with all that it is given
+    ``beside``, arguments that are too few.
+    """
     signature = _signature(code.entry)
-    for name in arguments:
-        if signature is not None and not names(code.entry, name):
-            todo = _nearest(name, signature.parameters.keys() - {"state"}, 1)
-            raise BadInput("recipe", key, expected=_keywords(code), found=name, todo=todo)
+    try:
+        (signature.bind_partial if beside is None else signature.bind)(**arguments, **(beside or {}))
+    except TypeError as error:
+        unknown = next((name for name in arguments if not names(code.entry, name)), "")
+        near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)
+        raise BadInput(
+            "recipe", key,
+            expected=f"the keywords of {code.name.rpartition(':')[2]}{signature}",
+            found=unknown or error, todo=f"Nearest: {near[0]}" if near else "",
+        ) from None  # fmt: skip
 
 
-def _keywords(code: OwnCode) -> str:
-    return f"the keywords of {code.name.rpartition(':')[2]}{_signature(code.entry)}"
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return a signature, if Python knows it."""
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature; of what Python does not know one that takes anything."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
-        return None
+        return inspect.signature(lambda *args, **named: None)
 
 
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    signature = _signature(function)
-    parameters = () if signature is None else signature.parameters.values()
+    parameters = _signature(function).parameters.values()
     return any(
         keyword == parameter.name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
     )
-
-
-def _nearest(name: str, known: Iterable[str], most: int) -> str:
-    near = ", ".join(get_close_matches(name, [*known], n=most, cutoff=0.5))
-    return f"Nearest: {near}" if near else ""
