@@ -99,11 +99,10 @@ class AdoptedConfig(ModelConfig):
             numbers = (getattr(text, key, None) for key in keys)
             return next((number for number in numbers if type(number) is int and number > 0), 0)
 
-        tied = bool(getattr(config, "tie_word_embeddings", False))
         places = (count("max_position_embeddings") or LARGEST_NUMBER) - first_place(config)
         try:
             return cls(
-                raw=written, tie_word_embeddings=tied,
+                raw=written, tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
                 vocab_size=count("vocab_size"), hidden_size=count("hidden_size"),
                 num_hidden_layers=count(*_BLOCKS), max_position_embeddings=places,
             )  # fmt: skip

@@ -22,7 +22,6 @@ from ...layers import (
 )
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
 from ...storage.small_files import read_toml
-from ..base.keys import names
 from .config import AdoptedConfig
 from .layers import (
     GATE_AND_UP,
@@ -75,13 +74,8 @@ STYLES: dict[str, Style | str] = {
     "packed_colwise": Style(ColumnParallelLinear, products=2),
     "mla_kv_a_proj": Style(gives=_latent_and_rope),
     # Of modules that are no linears, and of the embedding and the output layer, which are always cut.
-    **dict.fromkeys(
-        names("""
-            replicate replicated_with_grad_allreduce local_params moe_tp_experts packed_rowwise
-            embedding_rowwise embedding_colwise
-        """),
-        Style(),
-    ),
+    **dict.fromkeys(("replicate", "local_params", "moe_tp_experts", "packed_rowwise"), Style()),
+    **dict.fromkeys(("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"), Style()),
     "all_reduce": "all_reduce: a sum that its module makes itself is not known",
     "moe_identity_expert": "moe_identity_expert: experts that give back their input are not cut yet",
 }

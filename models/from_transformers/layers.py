@@ -108,8 +108,8 @@ class TiedHead(VocabParallelHead):
 def cut_embedding(module: Any, kind: str, *, ends: bool, state: ParallelState | None) -> None:
     """Cut the rows of an embedding over the tensor axis, in place.
 
-    ``ends``: as in ``VocabParallelEmbedding``.
-    Raises ``BadInput`` for another module, and for options of ``nn.Embedding`` that ``Lookup`` has not.
+    ``ends``: as in ``VocabParallelEmbedding``. Raises ``BadInput`` for another module, and for options of
+    ``nn.Embedding`` that ``Lookup`` has not.
     """
     plain = isinstance(module, nn.Embedding) and module.max_norm is None
     if not plain or module.sparse or module.scale_grad_by_freq:

@@ -17,8 +17,7 @@ def on_meta(cfg: AdoptedConfig, *, ours: bool) -> Any:
     """Make the model in torch's default dtype. ``ours``: whether our attention computes its attention.
 
     ``initial_of`` says how its parameters start, and ``constants`` of modules what buffers hold that no file
-    does.
-    Raises ``BadInput`` if it cannot be made on the meta device, or has tensors that cannot be declared.
+    does. Raises ``BadInput`` if it cannot be made on the meta device, or has tensors that cannot be declared.
     """
     from transformers import AttentionInterface
 

@@ -61,7 +61,10 @@ class Adopted(CausalLM):
             self.add_module(name, child)
         if target.type != "meta":
             self.to_empty(device=target)
-            self._fill()
+            for parameter in self.parameters():  # such as start from weights alone
+                parameter.detach().fill_(float("nan"))
+            drawn = {name for name, declaration in declarations(self).items() if declaration.initial != OWN}
+            initialize(self, int(torch.randint(2**62, (), device="cpu")), among=drawn, state=self.state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adopted:
         super()._apply(fn, recurse)
@@ -69,20 +72,6 @@ class Adopted(CausalLM):
         for module in self.modules():  # buffers that no file holds
             for name, numbers in vars(module).get("constants", {}).items():
                 module._buffers[name] = numbers.to(device or numbers.device)
-        return self
-
-    @torch.no_grad()
-    def _fill(self) -> None:
-        """Draw initial weights, as layers do that are made on a device; NaN where none is declared."""
-        for parameter in self.parameters():
-            parameter.fill_(float("nan"))
-        drawn = {name for name, declaration in declarations(self).items() if declaration.initial != OWN}
-        initialize(self, int(torch.randint(2**62, (), device="cpu")), among=drawn, state=self.state)
-
-    def train(self, mode: bool = True) -> Adopted:
-        """Set the mode, also that of transformers' outermost modules."""
-        super().train(mode)
-        self.hf.training = mode
         return self
 
     def forward(
@@ -95,7 +84,7 @@ class Adopted(CausalLM):
         ahead: Tensor | None = None,
     ) -> Tensor:
         """Return logits on the last stage, hidden states on the others."""
-        stage = stage or self.stage
+        stage, self.hf.training = stage or self.stage, self.training
         assert ahead is None, "no multi-token prediction"
         named: dict[str, Any] = {"use_cache": False}
         length = x.shape[1] * (1 if stage.first or not self.state.sequence else self.state.tensor.size)
@@ -163,10 +152,7 @@ class Adopted(CausalLM):
     def uses(self, stage: Stage) -> list[nn.Module]:
         """Return the modules that one stage of this rank computes with."""
         inner = {module for block in self.layers.values() for module in block.modules()}
-        ends = [
-            module for module in self.modules()
-            if module not in inner and next(module.parameters(recurse=False), None) is not None
-        ]  # fmt: skip
+        ends = [module for module in self.modules() if module not in inner and [*module.parameters(False)]]
         return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]
 
 
@@ -184,19 +170,16 @@ class TransformersFamily(Family):
         assert isinstance(config, AdoptedConfig)
         config.check_layout(layout)
         shown = probed(config)
-        reasons = {
-            "pipeline": shown.no_pipeline,
-            "context": shown.no_context,
-            "expert": AXES["expert"],
-            "sequence": shown.no_context or shown.no_pipeline,
-        }
+        reasons = {"pipeline": shown.no_pipeline, "context": shown.no_context, "expert": AXES["expert"]}
+        reasons["sequence"] = shown.no_context or shown.no_pipeline
         for axis in AXES:
             size, least = getattr(layout, axis), "false" if axis == "sequence" else 1
             if size in (False, least):
                 continue
             if why := reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis)):
-                expected = f"{least} for {self.model_type}"
-                raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+                raise BadInput(
+                    "layout", axis, expected=f"{least} for {self.model_type}", found=size, todo=why
+                )
 
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own, and

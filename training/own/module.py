@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from pydantic_core import from_json
@@ -20,6 +20,7 @@ from .code import OwnCode, call_own, names, own_code
 
 #: The axes that a class without the keyword ``state`` knows nothing of.
 _AXES = ("tensor", "context", "pipeline", "expert")
+_MODULE = "a subclass of torch.nn.Module"
 
 
 class OwnConfig(ModelConfig):
@@ -65,7 +66,7 @@ class OwnFamily(Family):
         with making(dtype, device):
             model = make(state, **({} if split is None else {"split": split}))
         if not isinstance(model, nn.Module):
-            _refuse_kind(type(model).__name__)
+            raise BadInput("recipe", "model.module", expected=_MODULE, found=type(model).__name__)
         stated = {"module": self.code.name, "arguments": arguments}
         describe_build(model, stated, make if names(self.code.entry, "state") else None)
         return model
@@ -105,8 +106,9 @@ def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
     section = recipe.model
     assert section.module is not None
     code = own_code(section.module, "model.module")
-    if not callable(code.entry) or (isinstance(code.entry, type) and not issubclass(code.entry, nn.Module)):
-        _refuse_kind((code.entry if isinstance(code.entry, type) else type(code.entry)).__name__)
+    kind = code.entry if isinstance(code.entry, type) else type(code.entry)
+    if not callable(code.entry) or (kind is code.entry and not issubclass(kind, nn.Module)):
+        raise BadInput("recipe", "model.module", expected=_MODULE, found=kind.__name__)
     family = OwnFamily("module", code.entry.__name__, OwnConfig, code.entry, (), code=code)
     try:
         bare = OwnConfig(arguments=json.dumps(section.arguments, sort_keys=True))
@@ -121,10 +123,6 @@ def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
     config = bare.model_copy(update={"num_hidden_layers": max(blocks, 1), "vocab_size": vocabulary})
     rules = tuple(Rule(name, name) for name in declarations(model))  # nobody else has names for them
     return replace(family, rules=rules), config
-
-
-def _refuse_kind(kind: str) -> NoReturn:
-    raise BadInput("recipe", "model.module", expected="a subclass of torch.nn.Module", found=kind)
 
 
 def needs_memory(model: nn.Module) -> bool:
