@@ -52,6 +52,7 @@ from .launchers import launched as launched
 from .layout import AXES as AXES
 from .layout import Coordinates as Coordinates
 from .layout import Layout as Layout
+from .layout import refuse_layout as refuse_layout
 from .local_work import check_local_ranks as check_local_ranks
 from .local_work import check_workers as check_workers
 from .parameters import DeclaredModule as DeclaredModule

@@ -13,12 +13,12 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..system.errors import PeerFailed
 from . import engine
@@ -93,7 +93,9 @@ class CollectiveOrder(engine.TorchDispatchMode):
             self._compare(group.group_name, log, f"{group.group_name}/{meeting}", self._timeout)
             log.calls.clear()
             if self._rank == log.ranks[0] and meeting > 1:  # which all have left, or they would not be here
-                self._forget(f"{group.group_name}/{meeting - 1}", log.ranks)
+                with suppress(RuntimeError):  # a store that cannot delete only grows
+                    for rank in log.ranks:
+                        self._store.delete_key(self._key(f"{group.group_name}/{meeting - 1}", rank))
 
     def _compare(
         self, group: str, log: _Log, meeting: str, timeout: timedelta, *, failing: bool = False
@@ -114,18 +116,12 @@ class CollectiveOrder(engine.TorchDispatchMode):
 
     def _difference(self, log: _Log, rank: int, their_calls: list[tuple[str, ...]]) -> str:
         """Describe the first call that two ranks make differently; the lower rank's comes first."""
-        first = log.count - len(log.calls)
-        longest = max(len(log.calls), len(their_calls))
-        for number in range(longest):
-            pair = [
-                calls[number] if number < len(calls) else ("nothing more", "")
-                for calls in (log.calls, their_calls)
-            ]
-            if pair[0] != pair[1]:
-                rank_calls = sorted([(self._rank, pair[0][0]), (rank, pair[1][0])])
-                both = "; ".join(f"rank {caller} calls {call}" for caller, call in rank_calls)
-                return f"collective {first + number + 1} of ranks {log.ranks} differs: {both}"
-        raise AssertionError("the calls are the same")
+        pairs = zip_longest(log.calls, their_calls, fillvalue=("nothing more", ""))
+        first = log.count - len(log.calls) + 1
+        number, pair = next((number, pair) for number, pair in enumerate(pairs, first) if pair[0] != pair[1])
+        rank_calls = sorted([(self._rank, pair[0][0]), (rank, pair[1][0])])
+        both = "; ".join(f"rank {caller} calls {call}" for caller, call in rank_calls)
+        return f"collective {number} of ranks {log.ranks} differs: {both}"
 
     def _missing(self, log: _Log, meeting: str, others: list[int], timeout: timedelta) -> str:
         absent = [rank for rank in others if not self._store.check([self._key(meeting, rank)])]
@@ -138,11 +134,6 @@ class CollectiveOrder(engine.TorchDispatchMode):
             lines.append(f"rank {rank}'s last was {last}")
         return f"after {timeout.total_seconds():g} s " + "; ".join(lines)
 
-    def _forget(self, meeting: str, ranks: list[int]) -> None:
-        with suppress(RuntimeError):  # a store that cannot delete only grows
-            for rank in ranks:
-                self._store.delete_key(self._key(meeting, rank))
-
     def _key(self, meeting: str, rank: int) -> str:
         return f"{self._prefix}/{meeting}/{rank}"
 
@@ -154,16 +145,12 @@ def _described(name: str, args: Any) -> tuple[str, str]:
     words = [kind, *(arg for arg in args if isinstance(arg, str) and arg in ("sum", "max", "min", "avg"))]
     words += [reduction] if reduction else []
     argument = args[1] if kind.endswith("base") else args[0]
-    for tensor in (
-        [argument] if isinstance(argument, Tensor) else argument if isinstance(argument, list) else []
-    ):
-        while isinstance(tensor, list) and tensor:
-            tensor = tensor[0]
-        if isinstance(tensor, Tensor):
+    for nest in argument if isinstance(argument, list) else [argument]:
+        for tensor in engine.tensors_in(nest)[:1]:
             shape = "" if kind.startswith(_UNEVEN) else f" {list(tensor.shape)}"
             words.append(f"{str(tensor.dtype).removeprefix('torch.')}{shape}")
     digest = hashlib.blake2b("\n".join(frames).encode(), digest_size=8).hexdigest()
-    shown = [line for i, line in enumerate(frames) if i == 0 or _file(line) != _file(frames[i - 1])]
+    shown = [next(lines) for _, lines in groupby(frames, lambda line: line.partition(":")[0])]
     return f"{' '.join(words)} at {' < '.join(shown[:5]) or 'torch alone'}", digest
 
 
@@ -182,7 +169,3 @@ def _frames(frame: FrameType | None) -> tuple[list[str], str]:
             lines.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return lines, reduction
-
-
-def _file(shown: str) -> str:
-    return shown.partition(":")[0]

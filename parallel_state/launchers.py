@@ -74,7 +74,10 @@ def launched() -> Launched | None:
         return None
     launcher = launchers[0]
     if launcher is _TORCHRUN:
-        _check_complete()
+        names = (_TORCHRUN.rank, _TORCHRUN.world, *_MEETING)
+        if missing := set(names) - os.environ.keys():
+            present = [name for name in names if name in os.environ]
+            raise _bad(", ".join(sorted(missing)), f"all of {', '.join(names)}", f"only {', '.join(present)}")
     world = _number(launcher.world, 1, None)
     rank = _number(launcher.rank, 0, world - 1)
     if launcher is _TORCHRUN and not any(name in os.environ for name in _STARTED_BY_TASKS):
@@ -106,14 +109,6 @@ def _starts(launcher: _Launcher) -> bool:
     if launcher is _SRUN and "SLURM_STEP_NODELIST" not in os.environ:
         return False
     return os.environ.get(launcher.world, "1") != "1"
-
-
-def _check_complete() -> None:
-    names = (_TORCHRUN.rank, _TORCHRUN.world, *_MEETING)
-    present = [name for name in names if name in os.environ]
-    if len(present) < len(names):
-        missing = ", ".join(sorted(set(names) - set(present)))
-        raise _bad(missing, f"all of {', '.join(names)}", f"only {', '.join(present)}")
 
 
 def _check_same(other: _Launcher, rank: int, world: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
+from typing import NoReturn
 
 from ..system import counted
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -30,6 +31,11 @@ _LEAST = {
     **{"zero": 0, "virtual_stages": 1},
 }
 _SWITCHES = ("sequence", "ring", "v_shape")
+
+
+def refuse_layout(key: str, expected: str, actual: object, todo: str = "") -> NoReturn:
+    """Raise ``BadInput`` for a number of a layout."""
+    raise BadInput("layout", key, expected=expected, found=actual, todo=todo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +68,28 @@ class Layout:
     def __post_init__(self) -> None:
         for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
-                raise BadInput("layout", name, expected="true or false", found=repr(value))
+                refuse_layout(name, "true or false", repr(value))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                expected = f"a whole number from {least} up"
-                raise BadInput("layout", name, expected=expected, found=repr(value))
+                refuse_layout(name, f"a whole number from {least} up", repr(value))
         if self.zero > 3:
-            raise BadInput("layout", "zero", expected="0, 1, 2 or 3", found=self.zero)
+            refuse_layout("zero", "0, 1, 2 or 3", self.zero)
         if self.zero == 0 and self.data_shard > 1:
-            raise BadInput(
-                "layout",
-                "zero",
-                expected=f"a stage from 1 to 3 with data_shard={self.data_shard}",
-                found=0,
-                todo="Set zero, or move the data ranks to data_replicate",
-            )
+            todo = "Set zero, or move the data ranks to data_replicate"
+            refuse_layout("zero", f"a stage from 1 to 3 with data_shard={self.data_shard}", 0, todo)
         if self.expert_pool % self.expert:
             axes = "context * data_shard" if self.zero else "context * data"
-            raise BadInput(
-                "layout",
-                "expert",
-                expected=f"a divisor of {axes} = {self.expert_pool}",
-                found=self.expert,
-                todo=nearest_divisors("expert", self.expert_pool, self.expert),
+            todo = nearest_divisors("expert", self.expert_pool, self.expert)
+            refuse_layout("expert", f"a divisor of {axes} = {self.expert_pool}", self.expert, todo)
+        stages = self.virtual_stages
+        if stages > 1 and self.pipeline == 1:
+            refuse_layout(
+                "virtual_stages", "1 with pipeline=1", stages, nearest("virtual_stages", [1], stages)
             )
-        if self.virtual_stages > 1 and self.pipeline == 1:
-            raise BadInput(
-                "layout",
-                "virtual_stages",
-                expected="1 with pipeline=1",
-                found=self.virtual_stages,
-                todo=nearest("virtual_stages", [1], self.virtual_stages),
-            )
-        if self.v_shape and self.virtual_stages != 2:
+        if self.v_shape and stages != 2:
             expected = "2, one on the way down and one on the way up"
-            todo = nearest("virtual_stages", [2], self.virtual_stages)
-            raise BadInput(
-                "layout", "virtual_stages", expected=expected, found=self.virtual_stages, todo=todo
-            )
+            refuse_layout("virtual_stages", expected, stages, nearest("virtual_stages", [2], stages))
 
     @classmethod
     def of(
@@ -125,14 +114,12 @@ class Layout:
         if zero == 0:
             shard, replicate = 1, data
             if data_replicate not in (1, data):
-                expected = f"{data}, the data ranks"
                 todo = f"{nearest('data_replicate', [data], data_replicate)}, or leave it out"
-                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate, todo=todo)
+                refuse_layout("data_replicate", f"{data}, the data ranks", data_replicate, todo)
         else:
             if data_replicate < 1 or data % data_replicate:
-                expected = f"a divisor of {data}"
                 todo = nearest_divisors("data_replicate", data, data_replicate)
-                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate, todo=todo)
+                refuse_layout("data_replicate", f"a divisor of {data}", data_replicate, todo)
             shard, replicate = data // data_replicate, data_replicate
         return cls(
             tensor=tensor,
@@ -235,17 +222,10 @@ class Layout:
                 + f", or start {counted(self.world, 'rank')} (torchrun --nproc-per-node {self.world})",
             )
 
-    @property
-    def length_unit(self) -> int:
-        """Return the number that a sequence's length must be a multiple of, so that context and tensor
-        axes can cut it.
-        """
-        unit = 2 * self.context if self.context > 1 else 1
-        return lcm(unit, self.context * self.tensor) if self.sequence else unit
-
     def check_length(self, length: int, where: str, key: str) -> None:
         """Refuse a sequence length that cannot be cut into the layout's equal pieces."""
-        unit = self.length_unit
+        unit = 2 * self.context if self.context > 1 else 1
+        unit = lcm(unit, self.context * self.tensor) if self.sequence else unit
         if length % unit == 0:
             return
         reasons = [f"2 x context={self.context}"] if self.context > 1 else []
@@ -261,7 +241,7 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of ``rank``."""
         if not 0 <= rank < self.world:
-            raise BadInput("layout", "rank", expected=f"0 to {self.world - 1}", found=rank)
+            refuse_layout("rank", f"0 to {self.world - 1}", rank)
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))

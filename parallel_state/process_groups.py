@@ -25,7 +25,6 @@ FILES_TIMEOUT = timedelta(hours=1)
 #: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-
 #: How the names of groups begin that stand in for others.
 STAND_IN = "stand-in: "
 
@@ -92,8 +91,11 @@ def init_process_group(device: torch.device, timeout: timedelta, **meeting: Any)
 
 
 def start_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Start torch's default group from a launcher's variables; ``BadInput`` without them."""
-    check_known(device)
+    """Start torch's default group from a launcher's variables; ``BadInput`` without them, and for a device
+    for which there is no backend.
+    """
+    if device.type not in BACKENDS:
+        raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
     here = launched()
     if here is None:
         todo = "Start with torchrun, or call torch.distributed.init_process_group first"
@@ -116,12 +118,6 @@ def abandon_process_group(device: torch.device) -> None:
     abandon_threads()
     if accelerator.is_accelerator(device):
         abort_groups()
-
-
-def check_known(device: torch.device) -> None:
-    """Raise ``BadInput`` for a device for which no group can be started."""
-    if device.type not in BACKENDS:
-        raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
 
 
 def check_backends(device: torch.device) -> None:

@@ -76,11 +76,12 @@ class ParallelState:
         self.device = device or torch.device("cpu")
         self.mesh = mesh
         self._experts = experts
-        self._expert_tensor_mesh = None if experts is None else experts["tensor"]
         self._files, groups = files, groups or {}
-        self._tensor_mesh = (
-            None if mesh is None else mesh["tensor"]
-        )  # once: cutting a mesh costs milliseconds
+        # Once: cutting a mesh costs milliseconds. None has one tensor rank alone.
+        both = (None if layout.tensor == 1 or whole is None else whole["tensor"] for whole in (mesh, experts))
+        #: The meshes of tensor-parallel DTensor parameters, and of those that are also cut over ``expert``;
+        #: ``None`` for one tensor rank or a stand-in.
+        self.tensor_mesh, self.expert_tensor_mesh = both
         at = self.at
         self.tensor = Axis(layout.tensor, at.tensor, groups.get("tensor"))
         #: The ranks that have the other pieces of the same sequences.
@@ -204,11 +205,6 @@ class ParallelState:
         """
         return self._files
 
-    @property
-    def tensor_mesh(self) -> DeviceMesh | None:
-        """Return the mesh of tensor-parallel DTensor parameters; ``None`` for one rank or a stand-in."""
-        return None if self.tensor.size == 1 else self._tensor_mesh
-
     @cached_property
     def data_mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share this rank's part of the model and see different tokens.
@@ -218,11 +214,6 @@ class ParallelState:
         """
         assert self.mesh is not None, "a stand-in has no process groups"
         return fsdp_mesh(self) if self.layout.zero else self.mesh["data_replicate"]
-
-    @property
-    def expert_tensor_mesh(self) -> DeviceMesh | None:
-        """Return the ``tensor_mesh`` for parameters that are cut over ``expert``."""
-        return None if self.tensor.size == 1 else self._expert_tensor_mesh
 
     def replica_group(self, *, experts: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ranks that hold the same whole weights, if there are some; with ZeRO none does.

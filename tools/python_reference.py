@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,17 @@ def _fields(node: ast.ClassDef) -> list[str]:
     ]
 
 
+def _constructor(entry: Entry, node: ast.ClassDef) -> list[str]:
+    """Return the arguments of a class's constructor, its own or that of the class that it extends."""
+    makers = [line for line in node.body if isinstance(line, ast.FunctionDef) and line.name == "__init__"]
+    pieces = _arguments(makers[0], method=True) if makers else _fields(node)
+    for base in () if makers or pieces else node.bases:
+        with suppress(LookupError):  # it is not ours
+            extended = find(entry.file, ast.unparse(base))
+            return _constructor(extended, extended.node) if isinstance(extended.node, ast.ClassDef) else []
+    return pieces
+
+
 def _head(entry: Entry) -> str:
     """Return the signature, one argument a line where it is long."""
     node = entry.node
@@ -118,9 +130,7 @@ def _head(entry: Entry) -> str:
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         return _call(f"def {node.name}", _arguments(node, method=False), returns)
     if isinstance(node, ast.ClassDef):
-        makers = [line for line in node.body if isinstance(line, ast.FunctionDef) and line.name == "__init__"]
-        pieces = _arguments(makers[0], method=True) if makers else _fields(node)
-        return _call(f"class {node.name}", pieces, "")
+        return _call(f"class {node.name}", _constructor(entry, node), "")
     text = ast.unparse(node)
     return text if len(text) < 200 else f"{entry.name} = ..."
 
