@@ -46,7 +46,6 @@ from .context_chunks import sum_over_context as sum_over_context
 from .context_chunks import token_places as token_places
 from .dropout import Dropout as Dropout
 from .dropout import own_random as own_random
-from .embedding import VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from .embedding import PositionEmbedding as PositionEmbedding
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .embedding import VocabParallelHead as VocabParallelHead
@@ -55,6 +54,7 @@ from .embedding import padded_vocabulary as padded_vocabulary
 from .experts.dispatch import Dispatch as Dispatch
 from .experts.experts import ClampedExperts as ClampedExperts
 from .experts.experts import Experts as Experts
+from .experts.experts import attach_expert_lora as attach_expert_lora
 from .experts.grouped_matmul import grouped_mm as grouped_mm
 from .experts.load_balancing import Balance as Balance
 from .experts.load_balancing import Balancing as Balancing
@@ -62,7 +62,6 @@ from .experts.load_balancing import routers as routers
 from .experts.load_balancing import set_auxiliary_losses as set_auxiliary_losses
 from .experts.load_balancing import set_auxiliary_scale as set_auxiliary_scale
 from .experts.load_balancing import uncounted as uncounted
-from .experts.lora import attach_expert_lora as attach_expert_lora
 from .experts.moe import GatedShared as GatedShared
 from .experts.moe import MoE as MoE
 from .experts.router import TopKRouter as TopKRouter

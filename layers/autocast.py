@@ -1,9 +1,9 @@
 """Compute in the dtype that a layer chose, also inside a user's autocast region."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _off(next(arg for arg in args if isinstance(arg, Tensor))):
+        x = next(arg for arg in args if isinstance(arg, Tensor))
+        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext():
             return function(*args, **kwargs)
 
     return run
@@ -32,7 +33,3 @@ def autocasts(x: Tensor) -> bool:
     # torch 2.11's compiler cannot trace the first question; what it compiles for has autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
     return available and torch.is_autocast_enabled(kind)
-
-
-def _off(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()

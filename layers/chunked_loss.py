@@ -132,9 +132,8 @@ def chunked_cross_entropy(
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)
-    compute = torch.promote_types(
-        hidden.dtype, weight.dtype
-    )  # which autocast outside of it may have set apart
+    # Autocast outside of it may have set the two apart.
+    compute = torch.promote_types(hidden.dtype, weight.dtype)
     inner = torch.promote_types(compute, torch.float32)
     hidden, weight = enter_tensor(hidden.to(compute), state), weight.to(compute)
     bias = None if bias is None else bias.to(compute)
@@ -192,9 +191,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
         return
-    exact = (
-        accelerator.has_wide_sums(a.device) and total.dtype == torch.float32
-    )  # a product of 16 bits that is not rounded to them
+    # A product of 16 bits that is not rounded to them.
+    exact = accelerator.has_wide_sums(a.device) and total.dtype == torch.float32
     for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
         if not exact:
             part.addmm_(rows.to(total.dtype), b.to(total.dtype), beta=beta)

@@ -30,9 +30,7 @@ class Dropout(nn.Module):
         """Return ``x`` with dropout, of the same shape."""
         if not self.training or self.p == 0.0:
             return x
-        if not self.state.sequence:
-            return F.dropout(x, self.p, training=True)
-        with own_random(self.state, split=True):
+        with own_random(self.state, split=self.state.sequence):
             return F.dropout(x, self.p, training=True)
 
     def extra_repr(self) -> str:

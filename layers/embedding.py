@@ -1,5 +1,8 @@
 """Define the embedding and the output layer, whose vocabulary is cut over the tensor axis."""
 
+from dataclasses import replace
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +16,7 @@ from ..parallel_state import (
     Normal,
     ParallelState,
     alone_or,
+    declarations,
     declare_parameter,
     engine,
     local,
@@ -35,15 +39,26 @@ def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
 class _Vocabulary(DeclaredModule):
     """Hold a weight with a row for each token id, cut over the tensor axis."""
 
+    #: How the weight starts, unless something else is said.
+    start: ClassVar[Initial]
     weight: nn.Parameter
 
     def __init__(
-        self, rows: int, width: int, ends: bool, initial: Initial, state: ParallelState | None
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        ends: bool = False,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.state = alone_or(state)
-        self.num_embeddings, self.embedding_dim = rows, width
-        declaration = _vocabulary((rows, width), ends, initial, state)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        # Without a state it is not padded: the layer is plain and loads plain weights.
+        multiple = None if state is None else VOCABULARY_MULTIPLE
+        shape, initial = (num_embeddings, embedding_dim), initial or self.start
+        declaration = Declaration(shape, cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
         self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
 
@@ -61,16 +76,7 @@ class VocabParallelEmbedding(_Vocabulary):
     section 3.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        ends: bool = False,
-        initial: Initial | None = None,
-        state: ParallelState | None = None,
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
+    start = Normal(1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of the token ids."""
@@ -100,6 +106,7 @@ class VocabParallelHead(_Vocabulary):
     ``bias`` (GPT-J, Phi) is cut like the vocabulary.
     """
 
+    start = Normal(0.02)
     bias: nn.Parameter | None
 
     def __init__(
@@ -111,8 +118,8 @@ class VocabParallelHead(_Vocabulary):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
-        of_bias = _vocabulary((num_embeddings,), False, Constant(0.0), state)
+        super().__init__(num_embeddings, embedding_dim, initial=initial, state=state)
+        of_bias = replace(declarations(self)["weight"], shape=(num_embeddings,), initial=Constant(0.0))
         declare_parameter(self, "bias", of_bias if bias else None, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,11 +191,3 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
         return
     if bool(wrong.any()):
         raise IndexError(f"token id {int(ids[wrong][0])} is out of range: the vocabulary has {size}")
-
-
-def _vocabulary(
-    shape: tuple[int, ...], ends: bool, initial: Initial, state: ParallelState | None
-) -> Declaration:
-    """Declare the weight. Without a state it is not padded: the layer is plain and loads plain weights."""
-    multiple = None if state is None else VOCABULARY_MULTIPLE
-    return Declaration(shape, cut=Cut(0), multiple=multiple, ends=ends, initial=initial)

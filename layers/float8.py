@@ -48,10 +48,9 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.cut_dim is not None:
             module.float8 = Float8(scaling, "columns" if module.cut_dim else "rows", module.state)
-            outputs = [""] if isinstance(module.out_features, int) else module.out_features
             left += [
                 f"{name}.{output}".rstrip(".")
-                for output, part in zip(outputs, module.parts, strict=True)
+                for output, part in module.parts.items()
                 if not fits(*part.weight().shape)
             ]
     return left

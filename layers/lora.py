@@ -34,7 +34,6 @@ from ..parallel_state import (
     Constant,
     Declaration,
     Initial,
-    ParallelState,
     Uniform,
     declarations,
     declare_parameter,
@@ -52,7 +51,9 @@ def linears(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
 
 
 def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
-    """Return the factor of the product B A."""
+    """Return the factor of the product B A; raise ``BadInput`` for a rank below 1."""
+    if r < 1:
+        raise BadInput("lora", "r", expected="at least 1", found=r)
     return alpha / (sqrt(r) if rslora else r)
 
 
@@ -75,31 +76,25 @@ def attach_lora(
     caller freezes the base. Raises ``BadInput`` for a rank below 1, an unknown output, or a second adapter at
     one place.
     """
-    parts = {number: layer.parts[number] for number in _numbers(layer, outputs)}
-    holders = [part.holder for part in parts.values()]
-    inner = holders[0] if len(holders) == 1 else layer
+    scale = lora_scale(r, alpha, rslora=rslora)
+    names = [*layer.parts]
+    for name in outputs or ():
+        if name not in names:
+            raise BadInput("lora", "outputs", expected=f"one of {', '.join(names)}", found=repr(name))
+    adapted = names if outputs is None else outputs
+    holders = [layer.parts[name].holder for name in adapted]
+    a = OutputPart(holders[0] if len(holders) == 1 else layer)
     bases = [declarations(holder)["weight"] for holder in holders]
     # Without a cut the factors lie as W does.
     whole = bases[0].partial if isinstance(layer, ReplicatedLinear) else ("tensor",)
-    pairs = [factors_of(base, r, whole) for base in bases]
-    declare_factors(
-        [(inner, "lora_A", pairs[0][0])]
-        + [(holder, "lora_B", b) for holder, (_, b) in zip(holders, pairs, strict=True)],
-        layer.state,
-    )
     # Each tensor rank has features, or tokens, of its own.
     split = isinstance(layer, RowParallelLinear) or bool(isinstance(layer, ReplicatedLinear) and whole)
-    layer.adapters.append(
-        LowRank(
-            OutputPart(inner, None, r),
-            "lora_A",
-            {number: (part, "lora_B") for number, part in parts.items()},
-            lora_scale(r, alpha, rslora=rslora),
-            F.linear,
-            dropout,
-            partial(own_random, layer.state, split=split),
-        )
-    )
+    b = {names.index(name): (layer.parts[name], "lora_B") for name in adapted}
+    random = partial(own_random, layer.state, split=split)
+    add_adapter(
+        layer, LowRank(a, "lora_A", b, scale, F.linear, dropout, random),
+        [factors_of(base, r, whole) for base in bases],
+    )  # fmt: skip
 
 
 def factors_of(
@@ -109,8 +104,6 @@ def factors_of(
 
     ``whole``: the axes over which the gradient of a factor without W's cut dim is partial.
     """
-    if r < 1:
-        raise BadInput("lora", "r", expected="at least 1", found=r)
     *stack, first, second = base.shape
     width, features = (first, second) if transposed else (second, first)
     cut, last = base.cut, len(stack) + 1
@@ -124,14 +117,6 @@ def factors_of(
 
     a = factor((r, width), last, of_input, Uniform(1 / sqrt(width)))
     return a, factor((features, r), last - 1, not of_input, Constant(0.0))
-
-
-def declare_factors(factors: Sequence[tuple[nn.Module, str, Declaration]], state: ParallelState) -> None:
-    """Declare parameters, each of a module and with a name; all or none, if one is there already."""
-    if any(name in dict(holder.named_parameters(recurse=False)) for holder, name, _ in factors):
-        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
-    for holder, name, declaration in factors:
-        declare_parameter(holder, name, declaration, state)
 
 
 @dataclass(frozen=True)
@@ -151,11 +136,6 @@ class LowRank:
     dropout: float = 0.0
     random: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        """Return the outputs that the adapter changes."""
-        return tuple(self.b)
-
     def __call__(self, x: Tensor, *counts: Sequence[int]) -> dict[Any, Tensor]:
         """Return the term to add to each output.
 
@@ -173,12 +153,15 @@ class LowRank:
             }
 
 
-def _numbers(layer: ParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:
-    """Return the numbers of the layer's outputs that the adapter changes."""
-    names = list(layer.out_features) if not isinstance(layer.out_features, int) else [""]
-    if outputs is None:
-        return range(len(names))
-    for name in outputs:
-        if name not in names:
-            raise BadInput("lora", "outputs", expected=f"one of {', '.join(names)}", found=repr(name))
-    return [names.index(name) for name in outputs]
+def add_adapter(layer: Any, adapter: LowRank, factors: Sequence[tuple[Declaration, Declaration]]) -> None:
+    """Declare A and each B of an adapter, and let the layer use it; refuse a second one at the same place.
+
+    ``factors``: A and B for each output; the outputs share one A.
+    """
+    places = [(adapter.a, adapter.a_name), *adapter.b.values()]
+    if any(name in dict(part.holder.named_parameters(recurse=False)) for part, name in places):
+        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
+    stated = [factors[0][0], *(b for _, b in factors)]
+    for (part, name), declaration in zip(places, stated, strict=True):
+        declare_parameter(part.holder, name, declaration, layer.state)
+    layer.adapters.append(adapter)

@@ -45,7 +45,6 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         entered: bool = False,
         initial: Initial | None = None,
-        out_initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
@@ -55,12 +54,7 @@ class GatedMLP(nn.Module):
             hidden_size, outputs, bias, entered=entered, initial=initial, state=state
         )
         self.down = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias,
-            partial=entered,
-            initial=out_initial or initial,
-            state=state,
+            intermediate_size, hidden_size, bias, entered=entered, initial=initial, state=state
         )
         self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 

@@ -1,12 +1,14 @@
 """Normalisation over the hidden dim. Under sequence parallelism each rank normalises its own tokens."""
 
+from dataclasses import replace
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import (
     Constant,
-    Cut,
     Declaration,
     DeclaredModule,
     ParallelState,
@@ -18,16 +20,24 @@ from ..parallel_state import (
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .head_groups import HeadGroups
 from .host_numbers import HostNumbers
-from .parallel_linear import refuse_state
+from .parallel_linear import cut_units, refuse_state
 
 
 class _Norm(DeclaredModule):
+    """Declare the weights ``starts``, each with the number that fills it (``None``: there is none)."""
+
     weight: nn.Parameter
 
-    def __init__(self, dim: int, eps: float, state: ParallelState | None) -> None:
+    def __init__(
+        self, dim: int, eps: float, state: ParallelState | None, *, heads: bool, **starts: float | None
+    ) -> None:
         super().__init__()
         refuse_state(eps, type(self).__name__, "eps")
         self.dim, self.eps, self.state = dim, eps, alone_or(state)
+        partial = ("tensor",) if self.state.sequence or heads else ()
+        for name, start in starts.items():
+            stated = None if start is None else Declaration((dim,), partial=partial, initial=Constant(start))
+            declare_parameter(self, name, stated, self.state)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -51,9 +61,8 @@ class RMSNorm(_Norm):
         heads: bool = False,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__(dim, eps, state)
+        super().__init__(dim, eps, state, heads=heads, weight=1.0 - offset)
         self.offset = offset
-        _declare_norm(self, "weight", dim, 1.0 - offset, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
@@ -83,9 +92,7 @@ class LayerNorm(_Norm):
         heads: bool = False,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__(dim, eps, state)
-        _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
-        _declare_norm(self, "bias", dim if bias else None, 0.0, self.state, heads=heads)
+        super().__init__(dim, eps, state, heads=heads, weight=1.0, bias=0.0 if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
@@ -100,33 +107,28 @@ class _HeadsNorm(DeclaredModule):
     is whole on each rank, and each uses its rows.
     """
 
+    #: Whether the weight is one vector over all heads.
+    flat: ClassVar[bool] = False
     weight: nn.Parameter
 
     def __init__(
-        self, heads: int, head_dim: int, shape: tuple[int, ...], eps: float, state: ParallelState | None
+        self, heads: int, head_dim: int, eps: float = 1e-5, *, state: ParallelState | None = None
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
+        shape = (heads * head_dim,) if self.flat else (heads, head_dim)
+        stated, self.rows = cut_units(shape, shape[0] // heads, True, self.state)
+        declare_parameter(self, "weight", replace(stated, initial=Constant(1.0)), self.state)
         size, index = self.state.tensor.size, self.state.tensor.index
-        heads_of = [shared_units(heads, size, rank) for rank in range(size)]
-        cut: Cut | None = Cut(0, unit=shape[0] // heads)
-        partial: tuple[str, ...] = ()
-        self.rows: slice | None = None
-        if heads % size:
-            cut, partial = None, ("tensor",)
-            self.rows = slice(heads_of[index].start, heads_of[index].stop)
+        everywhere = [head for rank in range(size) for head in shared_units(heads, size, rank)]
         #: On how many ranks each head here is.
-        self.copies = HostNumbers(
-            [sum(head in rank_heads for rank_heads in heads_of) for head in heads_of[index]]
-        )
-        stated = Declaration(shape, cut=cut, partial=partial, initial=Constant(1.0))
-        declare_parameter(self, "weight", stated, self.state)
+        self.copies = HostNumbers([everywhere.count(head) for head in shared_units(heads, size, index)])
 
     def weight_here(self) -> Tensor:
         """Return the weights of this rank's heads, (H, 1, E)."""
-        weight = local(self.weight).view(-1, self.head_dim)
+        weight = local(self.weight)
         here: Tensor = weight if self.rows is None else weight[self.rows]
-        return here.unsqueeze(1)
+        return here.view(-1, 1, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"{self.heads} x {self.head_dim}, eps={self.eps}"
@@ -140,6 +142,8 @@ class HeadsRMSNorm(_HeadsNorm):
     sum one number for each token and group.
     """
 
+    flat = True
+
     def __init__(
         self,
         heads: int,
@@ -149,7 +153,7 @@ class HeadsRMSNorm(_HeadsNorm):
         groups: int = 1,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__(heads, head_dim, (heads * head_dim,), eps, state)
+        super().__init__(heads, head_dim, eps, state=state)
         self.groups = HeadGroups(heads, groups, self.state)
 
     def forward(self, x_BHSE: Tensor) -> Tensor:
@@ -181,19 +185,6 @@ class HeadsLayerNorm(_HeadsNorm):
     (B, H, S, E) in and out; the weight is (heads, E).
     """
 
-    def __init__(
-        self, heads: int, head_dim: int, eps: float = 1e-5, *, state: ParallelState | None = None
-    ) -> None:
-        super().__init__(heads, head_dim, (heads, head_dim), eps, state)
-
     def forward(self, x_BHSE: Tensor) -> Tensor:
         """Return the normalised heads, of the same shape."""
         return F.layer_norm(x_BHSE, (self.head_dim,), eps=self.eps) * self.weight_here()
-
-
-def _declare_norm(
-    module: nn.Module, name: str, dim: int | None, value: float, state: ParallelState, *, heads: bool
-) -> None:
-    partial = ("tensor",) if state.sequence or heads else ()
-    stated = None if dim is None else Declaration((dim,), partial=partial, initial=Constant(value))
-    declare_parameter(module, name, stated, state)

@@ -4,7 +4,7 @@
 layer       W (out, in)  before the product                    after it
 ==========  ===========  ====================================  ============================================
 column      rows         ``enter_tensor``, unless ``entered``  nothing
-row         columns      nothing                               ``leave_tensor``, unless ``partial``; the bias
+row         columns      nothing                               ``leave_tensor``, unless ``entered``; the bias
 replicated  whole        nothing                               nothing
 ==========  ===========  ====================================  ============================================
 
@@ -46,12 +46,11 @@ class OutputPart:
     """Hold the parameters of one of a layer's products.
 
     ``holder``: the module that has them; ``rows``: which rows of its weight this rank computes with, ``None``
-    for all that it holds; ``here``: how many these are.
+    for all that it holds.
     """
 
     holder: nn.Module
-    rows: slice | None
-    here: int
+    rows: slice | None = None
 
     def weight(self, name: str = "weight") -> Tensor:
         """Return this rank's rows of ``weight``, or of another parameter that is cut as it is."""
@@ -79,12 +78,33 @@ def cut_units(
     return Declaration(shape, partial=("tensor",)), slice(needed.start * unit, needed.stop * unit)
 
 
+def declare_part(
+    module: nn.Module,
+    name: str,
+    weight: Declaration,
+    bias: Declaration | None,
+    rows: slice | None,
+    state: ParallelState,
+) -> OutputPart:
+    """Declare the parameters of one product, in a module of its name inside ``module``, or without a name in
+    ``module`` itself; ``rows``: those that this rank computes with.
+    """
+    holder = nn.Module() if name else module
+    if name:
+        module.add_module(name, holder)
+    declare_parameter(holder, "weight", weight, state)
+    declare_parameter(holder, "bias", bias, state)
+    return OutputPart(holder, rows)
+
+
 class ParallelLinear(DeclaredModule):
     """Compute ``y = x W^T + b``; the classes below say how W is cut.
 
     With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``.
     With a mapping, ``{"q": 64, "k": 16}``, they are ``q.weight``, ``k.weight`` and so on, and a tuple is
-    returned in the order of the mapping. Raises ``BadInput`` for a cut that is not even.
+    returned in the order of the mapping. With ``entered`` the layer lies between an ``enter_tensor`` and a
+    ``leave_tensor`` of others, and has no collective of its own. Raises ``BadInput`` for a cut that is not
+    even.
     """
 
     #: The dim of W that the tensor ranks cut, ``None`` if each holds W whole.
@@ -102,16 +122,18 @@ class ParallelLinear(DeclaredModule):
         *,
         unit: int | Mapping[str, int] = 1,
         shared: Sequence[str] = (),
+        entered: bool = False,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         refuse_state(bias, type(self).__name__, "bias")
         self.state, self.in_features, self.out_features = alone_or(state), in_features, out_features
+        self.entered = entered
         self.adapters: list[Adapter] = []
         self.float8: Products | None = None
-        #: Whether selective checkpointing computes the products again.
-        self.recomputed = False
+        #: Whether selective checkpointing computes the products again; it keeps a sum over ranks, not terms.
+        self.recomputed = self.cut_dim == 1 and (entered or self.state.tensor.size > 1)
         self._single = isinstance(out_features, int)
         self._width = in_features // self.state.tensor.size if self.cut_dim == 1 else in_features
         outputs = {"": out_features} if isinstance(out_features, int) else out_features
@@ -119,26 +141,32 @@ class ParallelLinear(DeclaredModule):
         initial = initial or Uniform(1 / sqrt(in_features))
         # Uniform beside uniform weights, as in torch.
         of_bias = initial if isinstance(initial, Uniform) else Constant(0.0)
-        self.parts: list[OutputPart] = []
+        #: By the names of the outputs, "" of a single one.
+        self.parts: dict[str, OutputPart] = {}
         for name, features in outputs.items():
-            holder = nn.Module() if name else self
-            if name:
-                self.add_module(name, holder)
             weight, stated, rows = self._declare(features, units[name], name in shared)
-            declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
-            stated = replace(stated, initial=of_bias)
-            declare_parameter(holder, "bias", stated if bias else None, self.state)
-            here = features // self.state.tensor.size if self.cut_dim == 0 else features
-            self.parts.append(OutputPart(holder, rows, here if rows is None else rows.stop - rows.start))
+            weight, stated = replace(weight, initial=initial), replace(stated, initial=of_bias)
+            self.parts[name] = declare_part(self, name, weight, stated if bias else None, rows, self.state)
 
     def _declare(
         self, features: int, unit: int, may_share: bool
     ) -> tuple[Declaration, Declaration, slice | None]:
         """Declare weight and bias of one product; also return the rows of them that this rank uses."""
+        shape, rows = (features, self.in_features), None
         # With sequence parallelism each rank meets its own tokens.
-        partial = ("tensor",) if self.state.sequence else ()
-        weight = Declaration((features, self.in_features), partial=partial)
-        return weight, replace(weight, shape=(features,)), None
+        weight = Declaration(shape, partial=("tensor",) if self.state.sequence else ())
+        if self.cut_dim == 0:
+            if features % unit:
+                raise BadInput(
+                    "linear", "out_features", expected=f"a multiple of unit={unit}", found=features
+                )
+            weight, rows = cut_units(shape, unit, may_share, self.state)
+        bias = replace(weight, shape=(features,))
+        if self.cut_dim == 1:
+            weight = replace(weight, cut=Cut(1, unit=unit), partial=())
+            if self.entered and self.state.tensor.size > 1:  # it is zero on all ranks but the first
+                bias = replace(bias, partial=("tensor",))
+        return weight, bias, rows
 
     def forward(self, x: Tensor) -> Any:
         """Return the product, or a tuple of products if ``out_features`` was a mapping."""
@@ -148,7 +176,7 @@ class ParallelLinear(DeclaredModule):
             raise BadInput(layer, "input", expected=expected, found=shape, todo=todo)
         if self._single and self.state.tensor.size == 1 and not self.adapters and self.float8 is None:
             return F.linear(x, self.weight, self.bias)  # nn.Linear's own line
-        outputs = self._outputs(x, [part.weight_and_bias() for part in self.parts])
+        outputs = self._outputs(x, [part.weight_and_bias() for part in self.parts.values()])
         return outputs[0] if self._single else tuple(outputs)
 
     def _outputs(self, x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
@@ -159,7 +187,7 @@ class ParallelLinear(DeclaredModule):
         return outputs
 
     def extra_repr(self) -> str:
-        here = ", ".join(f"({part.here}, {self._width})" for part in self.parts)
+        here = ", ".join(f"({len(part.weight())}, {self._width})" for part in self.parts.values())
         return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
 
 
@@ -171,36 +199,11 @@ class ColumnParallelLinear(ParallelLinear):
     not divide. Then every rank stores all units of this output, but computes only the units that its part of
     the other outputs needs. The gradients of such an output are summed over the ranks.
 
-    Input: (..., in), or (B, S / tensor, in) with sequence parallelism. With ``entered`` the input is what
+    Input: (..., in), or (B, S / tensor, in) with sequence parallelism; with ``entered``, what
     ``enter_tensor`` returned: several layers then share one collective. Output: (..., out / tensor).
     """
 
     cut_dim = 0
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | Mapping[str, int],
-        bias: bool = True,
-        *,
-        unit: int | Mapping[str, int] = 1,
-        shared: Sequence[str] = (),
-        entered: bool = False,
-        initial: Initial | None = None,
-        state: ParallelState | None = None,
-    ) -> None:
-        super().__init__(
-            in_features, out_features, bias, unit=unit, shared=shared, initial=initial, state=state
-        )
-        self.entered = entered
-
-    def _declare(
-        self, features: int, unit: int, may_share: bool
-    ) -> tuple[Declaration, Declaration, slice | None]:
-        if features % unit:
-            raise BadInput("linear", "out_features", expected=f"a multiple of unit={unit}", found=features)
-        weight, rows = cut_units((features, self.in_features), unit, may_share, self.state)
-        return weight, replace(weight, shape=(features,)), rows
 
     def _outputs(self, x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
         if self.float8 is None and not self.adapters and not self.entered:
@@ -213,7 +216,7 @@ class RowParallelLinear(ParallelLinear):
 
     Input: (..., in / tensor), as a column-parallel layer or ``split_to_tensor`` leaves it. Output: (..., out)
     whole, or (B, S / tensor, out) with sequence parallelism. The bias is added once, after the sum. With
-    ``partial`` the output is this rank's term of the sum, for ``leave_tensor`` after other terms are added;
+    ``entered`` the output is this rank's term of the sum, for ``leave_tensor`` after other terms are added;
     the first rank's has the bias.
     """
 
@@ -222,36 +225,12 @@ class RowParallelLinear(ParallelLinear):
         "A rank takes its piece, as a ColumnParallelLinear leaves it; split_to_tensor cuts a whole one"
     )
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        unit: int = 1,
-        partial: bool = False,
-        initial: Initial | None = None,
-        state: ParallelState | None = None,
-    ) -> None:
-        self.partial = partial
-        super().__init__(in_features, out_features, bias, unit=unit, initial=initial, state=state)
-        #: Selective checkpointing keeps the sum over the ranks, not its terms.
-        self.recomputed = partial or self.state.tensor.size > 1
-
-    def _declare(
-        self, features: int, unit: int, may_share: bool
-    ) -> tuple[Declaration, Declaration, slice | None]:
-        weight, bias, rows = super()._declare(features, unit, may_share)
-        if self.partial and self.state.tensor.size > 1:  # the bias is zero on all ranks but the first
-            bias = replace(bias, partial=("tensor",))
-        return replace(weight, cut=Cut(1, unit=unit), partial=()), bias, rows
-
     def _outputs(self, x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
         if self.state.tensor.size == 1:
             return super()._outputs(x, weights_and_biases)
         ((weight, bias),) = weights_and_biases
         (y,) = super()._outputs(x, [(weight, None)])  # adapters' terms are parts of the sum too
-        if not self.partial:
+        if not self.entered:
             y = leave_tensor(y, self.state)
         elif bias is not None:
             bias = bias * float(self.state.tensor.index == 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..parallel_state import BadInput, ParallelState, alone_or, nearest
+from ..parallel_state import ParallelState, alone_or, nearest, refuse_layout
 from ..system import counted
 
 
@@ -84,21 +84,12 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
     if split is not None:
         counts = list(split)
         if len(counts) != stages or sum(counts) != num_layers or min(counts, default=0) < 1:
-            raise BadInput(
-                "layout",
-                "split",
-                expected=f"{counted(stages, 'count')} of at least 1 that add up to {num_layers} blocks",
-                found=counts,
-            )
+            expected = f"{counted(stages, 'count')} of at least 1 that add up to {num_layers} blocks"
+            refuse_layout("split", expected, counts)
         return counts
     if stages > num_layers:
-        raise BadInput(
-            "layout",
-            "pipeline",
-            expected=f"at most {num_layers}, one block a stage",
-            found=stages,
-            todo=nearest("pipeline", [num_layers], stages),
-        )
+        todo = nearest("pipeline", [num_layers], stages)
+        refuse_layout("pipeline", f"at most {num_layers}, one block a stage", stages, todo)
     least, extra = divmod(num_layers, stages)
     middle_first = sorted(range(stages), key=lambda s: abs(2 * s - (stages - 1)))
     return [least + (s in middle_first[:extra]) for s in range(stages)]

@@ -203,7 +203,7 @@ class ModelPieces:
                 positions = torch.arange(batch.length, device=device_of(batch)).expand(batch.rows, -1)
                 inputs = self._attention_inputs(x, blocks.values(), positions, cache)
                 # Prompts are of different lengths, which shows in numbers that a trace has not.
-                cache._packed = batch.rows > 1
+                cache.packed = batch.rows > 1
                 for kind, block in blocks.items():
                     before = cache.bytes
                     y = block(x, inputs)

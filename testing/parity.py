@@ -166,9 +166,8 @@ def _features(model: CausalLM) -> _Features:
     state, stated, features = model.state, declarations(model), _Features()
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear):
-            outputs = [""] if isinstance(module.out_features, int) else module.out_features
             features[name] = []
-            for key, part in zip(outputs, module.parts, strict=True):
+            for key, part in module.parts.items():
                 full = f"{name}.{key}" if key else name
                 box = stated[f"{full}.weight"].box(state.layout, state.at)
                 if part.rows is not None:
@@ -194,7 +193,8 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
         of_another_stage = name == "logits" and event.call < len(model.stage.parts)
         if of_another_stage or output.ndim != 3:  # of single heads
             continue
-        if getattr(modules[event.module], "partial", False):
+        module = modules[event.module]
+        if isinstance(module, RowParallelLinear) and module.entered:
             output = reduce_from_tensor(output, model.state)
         first, stop = (0, output.shape[2]) if own is None else (own.start, own.stop)
         for run, start in _runs(output.shape[1], length, model.state):

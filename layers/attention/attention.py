@@ -27,9 +27,8 @@ class AttentionLayer(nn.Module):
     """Base of the attention layers: what they do with queries, keys and values of this rank's heads.
 
     ``heads``: number of query heads of all ranks. ``key_dim``: width of a head of queries and keys;
-    ``value_dim``: that of a head of values. ``window``:
-    number of tokens that a token sees, itself included; ``None``: all earlier ones. ``scale``, ``soft_cap``,
-    ``alibi`` and ``dropout`` are those of ``causal_attention``.
+    ``value_dim``: that of a head of values. ``trained``: what becomes of the scores in training, but for the
+    sinks. ``window``: number of tokens that a token sees, itself included; ``None``: all earlier ones.
     """
 
     #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
@@ -43,18 +42,14 @@ class AttentionLayer(nn.Module):
         heads: int,
         key_dim: int,
         value_dim: int,
+        trained: Scores,
         *,
         window: int | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        alibi: Alibi | None = None,
-        dropout: float = 0.0,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.key_dim, self.value_dim, self.state = heads, key_dim, value_dim, alone_or(state)
-        self.window, self.scale, self.soft_cap = window, scale, soft_cap
-        self.alibi, self.dropout = alibi, dropout
+        self.trained, self.window = trained, window
 
     @property
     def one_graph(self) -> bool:
@@ -62,14 +57,13 @@ class AttentionLayer(nn.Module):
 
         It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
         """
-        return self.state.context.size == 1 and not (self.dropout and self.state.tensor.size > 1)
+        return self.state.context.size == 1 and not (self.trained.dropout and self.state.tensor.size > 1)
 
     @property
     def scores(self) -> Scores:
         """Return what becomes of the scores, in the mode that the layer is in."""
         sinks = None if self.sinks is None else local(self.sinks.weight)
-        dropout = self.dropout if self.training else 0.0
-        return Scores(self.scale, self.soft_cap, sinks, self.alibi, dropout)
+        return self.trained._replace(sinks=sinks, dropout=self.trained.dropout if self.training else 0.0)
 
     def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
@@ -83,7 +77,7 @@ class AttentionLayer(nn.Module):
     def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
         """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
         backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
-        scope.prepare(backend, q_BHSE, self.key_dim)
+        scope.takes(backend, q_BHSE, self.key_dim)
 
     def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""
@@ -134,17 +128,9 @@ class Attention(AttentionLayer):
         kv_heads = heads if kv_heads is None else kv_heads
         here = heads // alone_or(state).tensor.size
         first = alone_or(state).tensor.index * here
-        super().__init__(
-            heads,
-            head_dim,
-            head_dim,
-            window=window,
-            scale=scale,
-            soft_cap=soft_cap,
-            alibi=None if alibi is None else alibi.of_heads(first, first + here),
-            dropout=dropout,
-            state=state,
-        )
+        alibi = None if alibi is None else alibi.of_heads(first, first + here)
+        trained = Scores(scale, soft_cap, alibi=alibi, dropout=dropout)
+        super().__init__(heads, head_dim, head_dim, trained, window=window, state=state)
         self.rotary = rotary
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         widths |= {"gate": heads * head_dim} if gated else {}

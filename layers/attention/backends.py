@@ -91,7 +91,6 @@ def _lacks(backend: Backend, call: AttentionCall) -> Iterator[str]:
         return
     gpu, half = accelerator.has_flash_attention(call.device), call.dtype in HALF
     if backend in ("varlen", "flex"):
-        gpu = gpu if backend == "varlen" else accelerator.has_flex_attention(call.device)
         needs = {"a GPU": gpu, "no cache": not call.cached, "no dropout": not call.dropout}
         if backend == "varlen":
             needs["bfloat16 or float16"] = half

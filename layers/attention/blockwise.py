@@ -48,8 +48,8 @@ class BlockAttentionOptions:
     def of(cls, q_BHSE: Tensor, scores: Scores, **options: Any) -> Self:
         """Return the options of what becomes of the scores of ``q``; the seed of dropout is torch's."""
         seed = int(torch.randint(2**62, (), device="cpu")) if scores.dropout else 0
-        common: dict[str, Any] = {"dropout": scores.dropout, "seed": seed, "soft_cap": scores.soft_cap}
-        return cls(scores.scale_of(q_BHSE), **common, **options)
+        scale = q_BHSE.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        return cls(scale, dropout=scores.dropout, seed=seed, soft_cap=scores.soft_cap, **options)
 
 
 @without_autocast
@@ -70,7 +70,7 @@ def attend(
         return out[..., : v.shape[-1]].to(inner), log_sums.to(inner)
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     log_sums = k.new_empty(q_BHQE.shape[:3])
-    out, drop = k.new_empty((*log_sums.shape, v.shape[-1])), _Drop(q_BHQE, k, options)
+    out, drop = k.new_empty((*log_sums.shape, v.shape[-1])), _drop(q_BHQE, k, options)
     for rows in rounds(_slices(q_BHQE, k)):
         scores = _seen(_scores(q_BHQE[:, :, rows].to(inner), k, options), options, rows)
         sums = scores.logsumexp(-1)
@@ -109,7 +109,7 @@ def attend_backward(
         return dq.to(inner), dk, dv
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     dq, dk, dv = q_BHQE.new_empty(q_BHQE.shape, dtype=inner), torch.zeros_like(k), torch.zeros_like(v)
-    drop = _Drop(q_BHQE, k, options)
+    drop = _drop(q_BHQE, k, options)
     for rows in rounds(_slices(q_BHQE, k)):
         q, dout = q_BHQE[:, :, rows].to(inner), grad[:, :, rows].to(inner)
         scores = _scores(q, k, options)
@@ -187,11 +187,9 @@ def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
 
 
 def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:
-    if not options.fused or options.dropout:
-        return False
-    if options.mask is not None or options.soft_cap is not None or options.bias is not None:
-        return False
-    return fused_takes(q)
+    changes = (options.mask, options.soft_cap, options.bias)
+    plain = not options.dropout and all(change is None for change in changes)
+    return options.fused and plain and fused_takes(q)
 
 
 def fused_takes(q: Tensor) -> bool:
@@ -222,14 +220,9 @@ def _scores(q_BHQE: Tensor, k_BKTE: Tensor, options: BlockAttentionOptions) -> T
 
 
 def _seen(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor:
-    """Add the bias in place, then hide what is not seen."""
+    """Add the bias, then set scores to minus infinity where a query does not see a key; in place."""
     if options.bias is not None:
         scores += options.bias(rows, scores.dtype)
-    return _hide(scores, options, rows)
-
-
-def _hide(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor:
-    """Set scores to minus infinity, in place, where a query does not see a key."""
     if options.mask is not None:
         return scores.masked_fill_(~options.mask[:, :, rows], float("-inf"))
     if options.causal:
@@ -245,19 +238,18 @@ def _slices(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(start, min(start + each, queries)) for start in range(0, queries, each)]
 
 
-class _Drop:
-    """Draw the dropout of slices of query rows, one after the other: 0, or 1 / (1 - p)."""
+def _drop(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Callable[[slice], Tensor | None]:
+    """Return what draws the dropout of slices of query rows, one after the other: 0, or 1 / (1 - p), by which
+    their weights are multiplied; it gives ``None`` without dropout.
+    """
+    if not options.dropout:
+        return lambda rows: None
+    numbers = engine.accelerator.has_numbers(q.device)  # a device without them has no generator
+    generator = torch.Generator(q.device).manual_seed(options.seed) if numbers else None
 
-    def __init__(self, q: Tensor, k: Tensor, options: BlockAttentionOptions) -> None:
-        self._q, self._k, self._dropout = q, k, options.dropout
-        self._generator = None  # a device without numbers has none
-        if options.dropout and engine.accelerator.has_numbers(q.device):
-            self._generator = torch.Generator(q.device).manual_seed(options.seed)
+    def draw(rows: slice) -> Tensor:
+        shape = (*q.shape[:2], rows.stop - rows.start, k.shape[2])
+        drawn = torch.rand(shape, generator=generator, device=q.device)
+        return (drawn >= options.dropout).to(k.dtype) / (1 - options.dropout)
 
-    def __call__(self, rows: slice) -> Tensor | None:
-        """Return what the weights of these rows are multiplied by; ``None`` without dropout."""
-        if not self._dropout:
-            return None
-        shape = (*self._q.shape[:2], rows.stop - rows.start, self._k.shape[2])
-        drawn = torch.rand(shape, generator=self._generator, device=self._q.device)
-        return (drawn >= self._dropout).to(self._k.dtype) / (1 - self._dropout)
+    return draw

@@ -62,15 +62,15 @@ def causal_attention(
         return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, scores)
     scope = scope or AttentionScope()
     chosen = choose_backend(call_of(q_BHSE, v_BKSE.shape[-1], scope, scores), backend)
+    made, causal = scope.takes(chosen, q_BHSE), scope.causal
     if chosen == "varlen":
-        return varlen_attention(q_BHSE, k_BKSE, v_BKSE, scope.sequences(q_BHSE), scale=scale)
+        return varlen_attention(q_BHSE, k_BKSE, v_BKSE, made, scale=scale)
     if chosen == "flex":
-        return flex_attention(q_BHSE, k_BKSE, v_BKSE, scope.block_mask(q_BHSE), scores)
+        return flex_attention(q_BHSE, k_BKSE, v_BKSE, made, scores)
     if chosen == "blockwise":
-        bias, fused = None if alibi is None else alibi.bias(*scope.positions(q_BHSE)), scope.fused(q_BHSE)
-        causal = scope.causal
+        bias, (mask, fused) = None if alibi is None else alibi.bias(*scope.positions(q_BHSE)), made
         return blockwise_attention(
-            q_BHSE, k_BKSE, v_BKSE, scope.mask, scores, causal=causal, bias=bias, fused=fused
+            q_BHSE, k_BKSE, v_BKSE, mask, scores, causal=causal, bias=bias, fused=fused
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     if grouped and (scope.masked or (accelerator.is_accelerator(q_BHSE.device) and q_BHSE.dtype not in HALF)):
@@ -84,8 +84,8 @@ def causal_attention(
             q_BHSE,
             k_BKSE,
             widened(v_BKSE, q_BHSE),
-            attn_mask=scope.bias(q_BHSE.dtype),
-            is_causal=scope.causal,
+            attn_mask=made,
+            is_causal=causal,
             dropout_p=dropout,
             scale=scale,
             enable_gqa=grouped,

@@ -1,7 +1,10 @@
 """Make the rotations and masks of one forward pass, once, for all of its attention layers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +17,8 @@ from .key_value_cache import KeyValueCache
 from .mask import AttentionScope
 from .visible import document_lengths, exceeds
 
-
-class TakesScope(Protocol):
-    """Describe what a forward pass needs of a layer that looks at other tokens (``AttentionLayer``)."""
-
-    window: int | None
-
-    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
-        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
+if TYPE_CHECKING:
+    from .attention import AttentionLayer
 
 
 class AttentionInputs:
@@ -42,14 +39,13 @@ class AttentionInputs:
         cache: KeyValueCache | None = None,
         *,
         like: Tensor,
-        layers: Iterable[TakesScope] = (),
+        layers: Iterable[AttentionLayer] = (),
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:
         positions = None if positions is None else send(positions, like.device)
         self.cache = cache
         self._positions, self.state = positions, state
-        self._looked, self._documents = False, positions
         if cache is not None:
             assert positions is not None, "tokens that follow a cache need positions"
             cache.advance(positions)
@@ -78,29 +74,22 @@ class AttentionInputs:
 
     def scope(self, window: int | None) -> AttentionScope:
         """Return the scope: which keys each query sees with this window."""
+        if not exceeds(window, self._tokens):  # it hides nothing
+            window = None
         if window not in self._scopes:
-            if window is not None and not exceeds(window, self._tokens):  # it hides nothing
-                self._scopes[window] = self.scope(None)
-            else:
-                positions = self._positions
-                if window is not None and positions is None:  # a window needs them, and the host knows them
-                    positions = send(token_places(self.places.shape[-1], self.state), self.places.device)
-                scope = AttentionScope(positions, self.cache, window=window, state=self.state)
-                self._scopes[window] = scope
+            positions = self._positions
+            if window is not None and positions is None:  # a window needs them, and the host knows them
+                positions = send(token_places(self.places.shape[-1], self.state), self.places.device)
+            self._scopes[window] = AttentionScope(positions, self.cache, window=window, state=self.state)
         return self._scopes[window]
 
-    @property
+    @cached_property
     def documents(self) -> Tensor | None:
         """Return each token's place in its document, (B, S), or ``None`` if each row is known to be one
         document.
 
         With a cache the places are always returned. They are computed once in a forward.
         """
-        if not self._looked:
-            self._looked, self._documents = True, self._look()
-        return self._documents
-
-    def _look(self) -> Tensor | None:
         positions = self._positions
         if positions is None or self.cache is not None:
             return positions

@@ -65,10 +65,9 @@ def _agreed(right: bool, state: ParallelState) -> bool:
     if state.mesh is None or not accelerator.is_accelerator(state.device):
         return right
     vote = torch.tensor(int(right))
-    if state.tensor.size > 1:
-        dist.all_reduce(vote, dist.ReduceOp.MIN, state.tensor.group)
-    if state.context.size > 1:
-        dist.all_reduce(vote, dist.ReduceOp.MIN, state.context.group)
+    for axis in (state.tensor, state.context):
+        if axis.size > 1:
+            dist.all_reduce(vote, dist.ReduceOp.MIN, axis.group)
     return bool(vote)
 
 

@@ -7,7 +7,7 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 from torch import Tensor, nn
 
 from ...parallel_state import BadInput
-from .visible import documents, exceeds, restarts, visible_tokens
+from .visible import documents, restarts
 
 
 class KeyValueCache:
@@ -23,13 +23,13 @@ class KeyValueCache:
         self.batch, self.length, self.used, self.start = batch, length, 0, 0
         self._documents: Tensor | None = None
         self._positions: Tensor | None = None
-        self._packed = False
-        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        #: Whether rows hold several documents.
+        self.packed = False
+        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
         self._states: dict[nn.Module, Tensor] = {}
 
     def advance(self, positions_BS: Tensor) -> None:
-        """Make room for the next S tokens of each row; call it once a forward, before any ``mask`` or
-        ``extend``.
+        """Make room for the next S tokens of each row; call it once a forward, before any ``extend``.
 
         Only the first call checks whether rows hold several documents. Later tokens continue the last
         document, so the host does not wait for the device at each of them.
@@ -42,7 +42,7 @@ class KeyValueCache:
         documents_BS = documents(positions_BS)
         if self._documents is None or self._positions is None:
             self._positions = positions_BS.new_zeros(self.batch, self.length)
-            self._packed = restarts(positions_BS, wait=True)
+            self.packed = restarts(positions_BS, wait=True)
             self._documents = documents_BS.new_zeros(self.batch, self.length)
         else:
             documents_BS = documents_BS + self._documents[:, start - 1 : start]
@@ -56,25 +56,25 @@ class KeyValueCache:
         return self._positions[:, : self.used]
 
     @property
+    def documents(self) -> Tensor:
+        """Return the number of each token's document within its row, (B, T)."""
+        assert self._documents is not None, "advance comes first"
+        return self._documents[:, : self.used]
+
+    @property
     def bytes(self) -> int:
         """Return the bytes that blocks have stored here: keys, values and states."""
         pairs = [x for pair in self._held.values() for x in pair]
         return sum(x.nbytes for x in (*pairs, *self._states.values()))
-
-    def mask(self, window: int | None = None) -> Tensor | None:
-        """Return the mask (B, 1, S, T) of the newest tokens, or ``None`` if they need none."""
-        assert self._documents is not None, "advance comes first"
-        start, new = self.start, self.used - self.start
-        if not self._packed and (start == 0 or new == 1) and not exceeds(window, self.used):
-            return None
-        return visible_tokens(self._documents[:, start : self.used], self._documents[:, : self.used], window)
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens' keys and values; return all so far, (B, K, T, E), as views of the cache's
         memory.
         """
         if block not in self._held:
-            self._held[block] = (self._allocate(k_BKSE), self._allocate(v_BKSE))
+            self._held[block] = tuple(
+                x.new_empty(self.batch, x.shape[1], self.length, x.shape[3]) for x in (k_BKSE, v_BKSE)
+            )
         keys, values = self.held(block)
         start = self.used - k_BKSE.shape[2]
         keys[:, :, start : self.used], values[:, :, start : self.used] = k_BKSE, v_BKSE
@@ -91,9 +91,6 @@ class KeyValueCache:
         else:
             self._states[layer] = x.clone()
 
-    def _allocate(self, x_BKSE: Tensor) -> Tensor:
-        return x_BKSE.new_empty(self.batch, x_BKSE.shape[1], self.length, x_BKSE.shape[3])
-
-    def held(self, block: nn.Module) -> tuple[Tensor, Tensor]:
+    def held(self, block: nn.Module) -> tuple[Tensor, ...]:
         """Return all that is allocated for this block's keys and values."""
         return self._held[block]

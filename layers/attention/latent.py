@@ -13,6 +13,7 @@ from ..parallel_linear import ColumnParallelLinear, ReplicatedLinear, RowParalle
 from .attention import AttentionLayer
 from .causal import split_heads
 from .inputs import AttentionInputs
+from .scores import Scores
 
 
 class MultiHeadLatentAttention(AttentionLayer):
@@ -29,9 +30,8 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     ``q_lora_rank``: width of the queries' latent; ``None``: queries come from the hidden states.
     ``kv_lora_rank``: width of the latent of keys and values. ``bias``: biases of the products that make
-    latents and of the output. ``norm_eps``: that of the norms of the latents. ``scale``: factor of the
-    scores; the default is that of the width of a query head to the power of -0.5. ``dropout``: dropout of the
-    attention weights. Source: DeepSeek-V2 (2024), section 2.1.
+    latents and of the output. ``scale``: factor of the scores; the default is the width of a query head to
+    the power of -0.5. ``dropout``: dropout of the attention weights. Source: DeepSeek-V2 (2024), section 2.1.
     """
 
     def __init__(
@@ -45,8 +45,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         qk_rope_head_dim: int,
         v_head_dim: int,
         bias: bool = False,
-        norm_eps: float = 1e-6,
-        rotary: str = "all",
         scale: float | None = None,
         dropout: float = 0.0,
         initial: Initial | None = None,
@@ -56,8 +54,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         if v_head_dim > key_dim:
             expected = f"at most {key_dim}, the width of a query head"
             raise BadInput("attention", "v_head_dim", expected=expected, found=v_head_dim)
-        super().__init__(heads, key_dim, v_head_dim, scale=scale, dropout=dropout, state=state)
-        self.rotary, self.sinks = rotary, None
+        super().__init__(heads, key_dim, v_head_dim, Scores(scale, dropout=dropout), state=state)
+        self.sinks = None
         self.key_parts = qk_nope_head_dim, qk_rope_head_dim
         self.value_parts = qk_nope_head_dim, v_head_dim
         self.latent_parts, self.direct = (kv_lora_rank, qk_rope_head_dim), q_lora_rank is None
@@ -68,14 +66,14 @@ class MultiHeadLatentAttention(AttentionLayer):
             )
         else:
             self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, initial=initial, state=state)
-            self.q_norm = RMSNorm(q_lora_rank, norm_eps, state=state)
+            self.q_norm = RMSNorm(q_lora_rank, state=state)
             self.q_up = ColumnParallelLinear(
                 q_lora_rank, width, False, unit=key_dim, initial=initial, state=state
             )
         self.kv_down = ReplicatedLinear(
             hidden_size, sum(self.latent_parts), bias, initial=initial, state=state
         )
-        self.kv_norm = RMSNorm(kv_lora_rank, norm_eps, state=state)
+        self.kv_norm = RMSNorm(kv_lora_rank, state=state)
         each = sum(self.value_parts)
         self.kv_up = ColumnParallelLinear(
             kv_lora_rank, heads * each, False, unit=each, initial=initial, state=state
@@ -88,7 +86,7 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
-        rope, scope = inputs.rope(self.rotary), inputs.scope(None)
+        rope, scope = inputs.rope("all"), inputs.scope(None)
         still_BHSE, turned_BHSE = split_heads(self._queries(x_BSD), self.key_dim).split(
             self.key_parts, dim=-1
         )

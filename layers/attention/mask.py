@@ -4,20 +4,22 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from ...parallel_state import ParallelState, alone_or
 from .backends import Backend
 from .flex import block_mask
 from .kernel_checks import is_right
 from .key_value_cache import KeyValueCache
-from .ring_and_gathered_attention import ContextScope
-from .varlen import Sequences, sequences_of
+from .ring_and_gathered_attention import ContextScope, starts_and_firsts
+from .varlen import sequences_of
 from .visible import documents, exceeds, restarts, visible_tokens
+
+T = TypeVar("T")
 
 
 class AttentionScope:
@@ -30,8 +32,7 @@ class AttentionScope:
     belong to the tokens that follow the cached ones. With a ``window`` a token sees that many tokens, itself
     included, and positions are required (Beltagy et al. 2020).
 
-    A mask has one form for each backend: ``mask``, ``bias``, ``sequences``, ``block_mask``. Each is made when
-    it is first asked for, and kept; ``prepare`` makes it before the blocks.
+    A mask has one form for each backend (``takes``), which is made when it is first asked for, and kept.
 
     If ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence (see
     ``cut_sequence``), keys and values are fetched from the other ranks, and a cache is not possible.
@@ -60,8 +61,8 @@ class AttentionScope:
             assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
             self.context = ContextScope(positions, window=window, state=state)
         elif cache is not None:
-            self._made["mask"] = cache.mask(window)
-            self.masked = self._made["mask"] is not None
+            later = 0 < cache.start < cache.used - 1  # several tokens that follow others
+            self.masked = cache.packed or later or exceeds(window, cache.used)
             self.causal = cache.start == 0 and not self.masked
         elif self._positions is not None:
             self._packed = restarts(self._positions)
@@ -73,48 +74,32 @@ class AttentionScope:
         """Return whether the queries follow the keys of a cache."""
         return self._cache is not None
 
-    def prepare(self, backend: Backend, q_BHSE: Tensor, width: int) -> None:
-        """Make what ``backend`` takes for queries with heads of ``width`` like ``q``, of which only shape,
-        dtype and device count.
+    def takes(self, backend: Backend, q_BHSE: Tensor, width: int = 0) -> Any:
+        """Return what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count;
+        ``width``: the head dim, if ``q`` is only a stand-in.
+
+        It is the documents of all rows as sequences (varlen), the blocks of keys that each block of queries
+        needs (flex), the mask and whether torch's fused operators may compute blocks (blockwise, and over
+        context ranks, without a mask), or the mask as what is added to scores: 0, or minus infinity.
         """
+        (batch, _, length, own_width), device, dtype = q_BHSE.shape, q_BHSE.device, q_BHSE.dtype
         if self.context is not None:
-            self.context.fused(q_BHSE, width)
-        elif backend == "varlen":
-            self.sequences(q_BHSE)
-        elif backend == "flex":
-            self.block_mask(q_BHSE)
-        elif backend == "blockwise":
-            _ = self.fused(q_BHSE, width), self.mask
-        else:
-            self.bias(q_BHSE.dtype)
+            return self.context.fused(q_BHSE, width)
+        if backend == "varlen":
+            positions = self._positions if self._packed else None
+            return self._once("varlen", lambda: sequences_of(positions, batch, length, device, self._window))
+        if backend == "flex":
+            whole = partial(starts_and_firsts, window=self._window, state=self._state)
+            return self._once("flex", lambda: block_mask(whole(self.positions(q_BHSE)[0])[1]))
+        if backend == "blockwise":
+            like = device, dtype, width or own_width
+            return self.mask, self._once(like, lambda: is_right("blocks", *like, self._state))
+        return self._once(dtype, lambda: self._numbers(dtype)) if self.masked else None
 
     @property
     def mask(self) -> Tensor | None:
         """Return (B, 1, S, T), true where a query sees a key; ``None`` if it sees all earlier keys."""
         return self._once("mask", self._dense) if self.masked else None
-
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as what is added to scores: 0, or minus infinity."""
-        return cast(Tensor, self._once(dtype, lambda: self._numbers(dtype))) if self.masked else None
-
-    def sequences(self, q_BHSE: Tensor) -> Sequences:
-        """Return the documents of all rows as sequences that follow each other."""
-        batch, _, length, _ = q_BHSE.shape
-        positions, device = self._positions if self._packed else None, q_BHSE.device
-        made = self._once("sequences", lambda: sequences_of(positions, batch, length, device, self._window))
-        return cast(Sequences, made)
-
-    def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:
-        """Return whether torch's fused operators may compute blocks of attention, see ``kernel_checks``;
-        ``width``: the head dim, if ``q`` is only a stand-in.
-        """
-        like, width = (q_BHSE.device, q_BHSE.dtype), width or q_BHSE.shape[-1]
-        right = self._once((*like, width), lambda: is_right("blocks", *like, width, self._state))
-        return bool(right)
-
-    def block_mask(self, q_BHSE: Tensor) -> BlockMask:
-        """Return the blocks of keys that each block of queries needs."""
-        return cast(BlockMask, self._once("blocks", lambda: block_mask(self._first(q_BHSE))))
 
     def positions(self, q_BHSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (B or 1, S), and of the keys, (B or 1, T)."""
@@ -129,10 +114,11 @@ class AttentionScope:
         """
         return (k_BKSE, v_BKSE) if self._cache is None else self._cache.extend(block, k_BKSE, v_BKSE)
 
-    def _once(self, form: object, make: Callable[[], Any]) -> Any:
+    def _once(self, form: object, make: Callable[[], T]) -> T:
         if form not in self._made:
             self._made[form] = make()
-        return self._made[form]
+        made: T = self._made[form]
+        return made
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         mask = self._made.get("mask")
@@ -141,15 +127,6 @@ class AttentionScope:
 
     def _dense(self) -> Tensor:
         assert self._positions is not None, "without positions nothing is hidden"
-        documents_BS = documents(self._positions)
-        return visible_tokens(documents_BS, documents_BS, self._window)
-
-    def _first(self, q_BHSE: Tensor) -> Tensor:
-        """Return the place of the first token that each token sees: (B, S), or (1, S) for all rows alike."""
-        places = torch.arange(q_BHSE.shape[2], device=q_BHSE.device)
-        first = torch.zeros_like(places).unsqueeze(0)
-        if self._packed and self._positions is not None:
-            first = torch.where(self._positions == 0, places, 0).cummax(1).values
-        if self._window is not None:
-            first = torch.maximum(first, places - (self._window - 1))
-        return first
+        documents_BT = documents(self._positions) if self._cache is None else self._cache.documents
+        documents_BS = documents_BT if self._cache is None else documents_BT[:, self._cache.start :]
+        return visible_tokens(documents_BS, documents_BT, self._window)

@@ -12,7 +12,7 @@ B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,22 +54,21 @@ class ContextScope:
         self.first: Tensor | None = None
         #: The place where each token's document starts, of the same shape.
         self._starts: Tensor | None = None
-        self._bounds: list[tuple[int, int]] = []
+        self._bounds: Sequence[Sequence[int]] = ()
         if positions is None:
             return
-        starts, first = _starts_and_firsts(positions, window, state)
+        starts, first = starts_and_firsts(positions, window, state)
         here = on_host(positions)  # else this waits for an accelerator, once a forward
         if here is None and (torch.compiler.is_compiling() or positions.is_meta):
-            self.first, self._starts = first, starts
-            self._bounds = [(0, positions.shape[-1] * state.context.size)] * 2
-            return
-        if here is not None and here is not positions:
-            _, here = _starts_and_firsts(here, window, state)
-        halves = (first if here is None or here is positions else here).unflatten(-1, (2, -1))
-        bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
+            bounds = [(0, positions.shape[-1] * state.context.size)] * 2
+        else:
+            seen = first
+            if here is not None and here is not positions:
+                seen = starts_and_firsts(here, window, state)[1]
+            halves = seen.unflatten(-1, (2, -1))
+            bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
         if any(last > 0 for _, last in bounds):
-            self.first, self._starts = first, starts
-            self._bounds = [(low, last) for low, last in bounds]
+            self.first, self._starts, self._bounds = first, starts, bounds
 
     def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:
         """Return whether torch's fused operators may compute blocks, see ``kernel_checks``; ``width``: the
@@ -119,7 +118,7 @@ class ContextScope:
         return queries - starts, keys - starts.unsqueeze(2)
 
 
-def _starts_and_firsts(positions: Tensor, window: int | None, state: ParallelState) -> tuple[Tensor, Tensor]:
+def starts_and_firsts(positions: Tensor, window: int | None, state: ParallelState) -> tuple[Tensor, Tensor]:
     """Return the places where each token's document starts, and of the first token that it sees."""
     places = token_places(positions.shape[-1], state, positions.device)
     starts = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
@@ -162,9 +161,7 @@ class _ContextAttention(torch.autograd.Function):
         out = torch.zeros_like(q[..., : v.shape[-1]], dtype=inner)
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
-            for block in scope.blocks(source, chunk):
-                mine, key_rows = _rows(block.query, chunk), _rows(block.key, chunk)
-                options = _options(scope, source, block, chunk, settings, alibi)
+            for mine, key_rows, options in _blocks(scope, source, chunk, settings, alibi):
                 part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         if sinks is not None:  # after the last block, so that they count once
@@ -186,9 +183,7 @@ class _ContextAttention(torch.autograd.Function):
         for source, keys, values in _arriving(k, v, scope.state):
             dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
             dks, dvs = _both(dkv, k, v)
-            for block in scope.blocks(source, chunk):
-                mine, key_rows = _rows(block.query, chunk), _rows(block.key, chunk)
-                options = _options(scope, source, block, chunk, ctx.settings, ctx.alibi)
+            for mine, key_rows, options in _blocks(scope, source, chunk, ctx.settings, ctx.alibi):
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
                     grad[at], q[at], keys[:, :, key_rows], values[:, :, key_rows], out[at], sums[at], options
@@ -257,23 +252,18 @@ class _Returning:
         return self._own + engine.ring_exchange_wait(self._coming, self._own)
 
 
-def _options(
-    scope: ContextScope,
-    source: int,
-    block: Block,
-    chunk: int,
-    settings: BlockAttentionOptions,
-    alibi: Alibi | None,
-) -> BlockAttentionOptions:
-    """Return the options of one block: the keys that it sees, and a dropout seed of its own."""
-    number = 4 * source + 2 * block.query + block.key
-    seed = (settings.seed + number) % 2**63
-    bias = None if alibi is None else alibi.bias(*scope.positions(source, block, chunk))
-    return replace(settings, causal=block.causal, mask=scope.mask(block, chunk), seed=seed, bias=bias)
-
-
-def _rows(half: int, chunk: int) -> slice:
-    return slice(half * chunk, (half + 1) * chunk)
+def _blocks(
+    scope: ContextScope, source: int, chunk: int, settings: BlockAttentionOptions, alibi: Alibi | None
+) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
+    """Yield the rows of queries and of keys of each block with the keys of ``source``, and its options: what
+    it sees, and a dropout seed of its own.
+    """
+    for block in scope.blocks(source, chunk):
+        queries, keys = (slice(half * chunk, (half + 1) * chunk) for half in (block.query, block.key))
+        bias = None if alibi is None else alibi.bias(*scope.positions(source, block, chunk))
+        seed = (settings.seed + 4 * source + 2 * block.query + block.key) % 2**63
+        mask = scope.mask(block, chunk)
+        yield queries, keys, replace(settings, causal=block.causal, mask=mask, seed=seed, bias=bias)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:

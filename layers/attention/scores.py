@@ -48,10 +48,6 @@ class Scores(NamedTuple):
             return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
         return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
 
-    def scale_of(self, q_BHSE: Tensor) -> float:
-        """Return the factor of the scores of these queries."""
-        return q_BHSE.shape[-1] ** -0.5 if self.scale is None else self.scale
-
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]

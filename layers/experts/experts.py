@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import (
+    BadInput,
     Constant,
     Cut,
     Declaration,
@@ -17,22 +18,14 @@ from ...parallel_state import (
     ParallelState,
     Uniform,
     alone_or,
+    declarations,
     declare_parameter,
     local,
 )
+from ..lora import LowRank, add_adapter, factors_of, lora_scale
 from ..mlp import activation
+from ..parallel_linear import OutputPart
 from .grouped_matmul import GroupSizes, grouped_mm, has_kernel
-
-
-class ExpertAdapter(Protocol):
-    """Change some of the experts' products (LoRA)."""
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Return the names of the stacks whose products it changes."""
-
-    def __call__(self, x_MD: Tensor, counts: Sequence[int], /) -> dict[str, Tensor]:
-        """Return what is added to each of ``outputs``, from the rows that their stacks multiply."""
 
 
 class Experts(DeclaredModule):
@@ -53,6 +46,7 @@ class Experts(DeclaredModule):
 
     #: Whether the stacks are (E, in, out).
     transposed = False
+    products: tuple[tuple[str, ...], ...]
     gate: nn.Parameter
     up: nn.Parameter
     down: nn.Parameter
@@ -66,12 +60,13 @@ class Experts(DeclaredModule):
         act: str = "silu",
         gated: bool = True,
         initial: Initial | None = None,
-        out_initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.act, self.gated = activation(act), gated
-        self.adapters: list[ExpertAdapter] = []
+        #: The names of the stacks, in groups that multiply the same rows.
+        self.products = ("gate", "up") if gated else ("up",), ("down",)
+        self.adapters: list[LowRank] = []
         self.state = state = alone_or(state)
         wide, narrow = (
             (num_experts, intermediate_size, hidden_size),
@@ -80,13 +75,8 @@ class Experts(DeclaredModule):
         for name in ("gate", "up") if gated else ("up",):
             start = initial or Uniform(1 / sqrt(hidden_size))
             declare_parameter(self, name, Declaration(wide, Cut(1), experts=True, initial=start), state)
-        start = out_initial or initial or Uniform(1 / sqrt(intermediate_size))
+        start = initial or Uniform(1 / sqrt(intermediate_size))
         declare_parameter(self, "down", Declaration(narrow, Cut(2), experts=True, initial=start), state)
-
-    @property
-    def products(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the stacks, in groups that multiply the same rows."""
-        return (("gate", "up") if self.gated else ("up",)), ("down",)
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
@@ -101,7 +91,7 @@ class Experts(DeclaredModule):
             for name, stack in stacks.items()
         }
         for adapter in self.adapters:
-            if adapter.outputs[0] in names:
+            if not adapter.b.keys().isdisjoint(names):
                 for name, change in adapter(x, counts).items():
                     made[name] = made[name] + change
         return made
@@ -138,8 +128,9 @@ class ClampedExperts(Experts):
         state: ParallelState | None = None,
     ) -> None:
         DeclaredModule.__init__(self)
-        self.adapters: list[ExpertAdapter] = []
+        self.adapters: list[LowRank] = []
         self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
+        self.products = ("gate_up",), ("down",)
         wide, zero = 2 * intermediate_size, Constant(0.0)
         # A gate and its upper product are neighbours and stay on one rank.
         partial = ("tensor",) if self.state.tensor.size > 1 else ()
@@ -151,11 +142,6 @@ class ClampedExperts(Experts):
         }
         for name, declaration in stated.items():
             declare_parameter(self, name, replace(declaration, experts=True), self.state)
-
-    @property
-    def products(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the stacks."""
-        return ("gate_up",), ("down",)
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
@@ -169,6 +155,29 @@ class ClampedExperts(Experts):
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"
+
+
+def attach_expert_lora(
+    experts: Experts, outputs: Sequence[str], *, r: int, alpha: float, rslora: bool = False
+) -> None:
+    """Add one LoRA adapter of rank ``r`` to each expert, in place; it adds zero until B is trained.
+
+    ``outputs``: the products that share one A: ``("gate", "up")``, or one of them, or ``("down",)``. The
+    parameters are ``lora_A_<outputs, joined by _>`` (E, r, in) and for each output ``lora_B_<output>``
+    (E, out, r). The factors start as those of ``attach_lora``, and ``layers/lora.py`` says how they are cut.
+    Raises ``BadInput`` for a rank below 1, outputs that do not share an input, or a second adapter at one
+    place.
+    """
+    scale = lora_scale(r, alpha, rslora=rslora)
+    legal = [*experts.products, *((name,) for names in experts.products if names[1:] for name in names)]
+    if tuple(outputs) not in legal:
+        expected = " or ".join(", ".join(names) for names in legal)
+        raise BadInput("lora", "outputs", expected=expected, found=", ".join(outputs))
+    stacks, part = declarations(experts), OutputPart(experts)
+    b = {output: (part, f"lora_B_{output}") for output in outputs}
+    adapter = LowRank(part, f"lora_A_{'_'.join(outputs)}", b, scale, grouped_mm)
+    factors = [factors_of(stacks[output], r, ("tensor",), experts.transposed) for output in outputs]
+    add_adapter(experts, adapter, factors)
 
 
 def _rows(bias_EF: Tensor, counts: Sequence[int], made_MF: Tensor) -> Tensor:

@@ -74,20 +74,17 @@ class Balancing:
         by_name = dict(zip(self._experts, flat.split(sizes), strict=True))
         for router in self._here.values():
             router.tally.clear()
-        loads, balance, z_loss, rows = [], 0.0, 0.0, 0.0
+        loads, losses = [], torch.zeros(3, dtype=torch.float64)
         for name, totals in by_name.items():
             counts = totals[:-3]
-            balance, z_loss, rows = (
-                balance + float(totals[-3]),
-                z_loss + float(totals[-2]),
-                rows + float(totals[-1]),
-            )
+            losses += totals[-3:]
             if float(counts.sum()):
                 loads.append(float(counts.max() / counts.mean()))
                 if updated and self.rate and name in self._here:
                     _move(self._here[name], self.rate * (counts.mean() - counts).sign())
         if not loads:
             return None
+        balance, z_loss, rows = losses.tolist()
         return Balance(None if isnan(balance) else balance / rows, z_loss / rows, max(loads))
 
     def summed(self) -> Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or, declare_parameter
+from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or
 from ..mlp import activation
-from ..parallel_linear import OutputPart, cut_units
+from ..parallel_linear import OutputPart, cut_units, declare_part
 from .runs import Runs, recomputed
 
 
@@ -48,26 +48,22 @@ class CausalConvolution(DeclaredModule):
         for name, count in channels.items():
             shape = (count, 1, kernel_size)
             weight, rows = cut_units(shape, unit[name], name in shared, self.state)
-            here = count // self.state.tensor.size if rows is None else rows.stop - rows.start
-            holder = nn.Module()
-            self.add_module(name, holder)
-            self.parts.append(OutputPart(holder, rows, here))
-            declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
-            declare_parameter(holder, "bias", replace(weight, shape=(count,)) if bias else None, self.state)
+            of_bias, weight = replace(weight, shape=(count,)), replace(weight, initial=initial)
+            self.parts.append(declare_part(self, name, weight, of_bias if bias else None, rows, self.state))
 
     def forward(self, inputs: Sequence[Tensor], runs: Runs) -> tuple[Tensor, ...]:
         """Return the convolutions of the ``inputs``, of the same shapes."""
         x_RLC = runs.cut(torch.cat([*inputs], dim=-1))
         count = self.kernel_size - 1
-        before = runs.recall(self) if runs.cache is not None else runs.tokens_before(x_RLC, count)
+        before = runs.tokens_before(x_RLC, count) if runs.cache is None else runs.cache.recall(self)
         weights, biases = zip(*(part.weight_and_bias() for part in self.parts), strict=True)
         bias_C = None if biases[0] is None else torch.cat(biases)
         y_RLC = causal_convolution(x_RLC, torch.cat(weights), bias_C, before, runs.places)
         if runs.cache is not None:  # in the memory of ``before``, which is no longer needed
             whole = x_RLC if before is None else torch.cat((before, x_RLC), dim=1)
-            runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, whole.shape[1] :])
+            runs.cache.remember(self, F.pad(whole, (0, 0, count, 0))[:, whole.shape[1] :])
         y_BSC = self.act(runs.join(y_RLC))
-        return torch.split(y_BSC, [part.here for part in self.parts], dim=-1)
+        return torch.split(y_BSC, [len(weight) for weight in weights], dim=-1)
 
 
 def causal_convolution(

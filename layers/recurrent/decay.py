@@ -17,11 +17,11 @@ CHUNK = 64
 class Decay:
     """Hold the decays of one recurrence in chunks. Across the start of a document nothing is left.
 
-    ``logs``: (..., N, T), the logarithm of each token's own decay. ``starts``: true where a document starts;
-    ``None``: nowhere.
+    ``logs``: (R, ..., N, T), the logarithm of each token's own decay. ``places_RL``: each token's place in
+    its document; ``None``: no document starts.
     """
 
-    def __init__(self, logs: Tensor, starts: Tensor | None) -> None:
+    def __init__(self, logs: Tensor, places_RL: Tensor | None) -> None:
         length = logs.shape[-1]
         later = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril()
         # Sums of the tokens between, and no differences of long sums, which would lose digits.
@@ -29,7 +29,9 @@ class Decay:
         between = steps.cumsum(-2)
         before, after = logs.cumsum(-1), between[..., -1, :]
         through = before[..., -1]
-        if starts is not None:
+        if places_RL is not None:
+            starts = in_chunks((places_RL == 0).long(), 1)
+            starts = starts.view(len(starts), *(1,) * (logs.ndim - 3), *starts.shape[1:])
             number = starts.cumsum(-1)  # of the document within the chunk; 0: it started earlier
             later = later & (number.unsqueeze(-1) == number.unsqueeze(-2))
             before = before.masked_fill(number > 0, float("-inf"))

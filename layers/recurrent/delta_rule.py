@@ -44,10 +44,7 @@ def gated_delta_rule(
         in_chunks(x.to(inner).unflatten(2, (heads, -1)).permute(0, 2, 3, 1), 3)
         for x in (log_decay_RLH, beta_RLH)
     )
-    starts = None
-    if runs.places is not None:
-        starts = in_chunks((runs.places == 0).long(), 1)[:, None, None]
-    left = Decay(decay, starts)
+    left = Decay(decay, runs.places)
 
     system = (k @ k.mT) * left.between * beta.unsqueeze(-1)  # only below the diagonal
     asked = torch.cat((v, k * left.before.unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)

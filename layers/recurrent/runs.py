@@ -81,18 +81,9 @@ class Runs:
         inputs = tuple(self.cut(x) for x in inputs)
         if self.cache is None:
             return self.join(recomputed(lambda *here: rule(*here, self)[0], *inputs))
-        y, last = rule(*inputs, self, self.recall(module))
-        self.remember(module, last)
+        y, last = rule(*inputs, self, self.cache.recall(module))
+        self.cache.remember(module, last)
         return y
-
-    def recall(self, module: nn.Module) -> Tensor | None:
-        """Return the state that ``module`` stored for the cached tokens, or ``None`` if there are none."""
-        return None if self.cache is None else self.cache.recall(module)
-
-    def remember(self, module: nn.Module, x: Tensor) -> None:
-        """Store the state that ``module`` needs for the tokens that follow; without a cache do nothing."""
-        if self.cache is not None:
-            self.cache.remember(module, x)
 
 
 def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:

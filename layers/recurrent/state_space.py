@@ -44,10 +44,7 @@ def state_space(
     # (R, G, N, T, S)
     b, c = (in_chunks(tensor.to(inner).transpose(1, 2), 2) for tensor in (into_RLGS, out_RLGS))
     pairs, b, c = groups.spread(c @ b.mT), groups.spread(b), groups.spread(c)
-    starts = None
-    if runs.places is not None:
-        starts = in_chunks((runs.places == 0).long(), 1).unsqueeze(1)
-    left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), starts)
+    left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), runs.places)
 
     written = b.mT @ (x * left.after.unsqueeze(-1))  # (R, H, N, S, P)
     through = left.through[..., None, None]

@@ -170,7 +170,7 @@ class Cutter:
         unit = head if of_heads and style.in_part and style.products == 1 else 1
         apart = {str(number): outputs // style.products for number in range(style.products)}
         made = style.layer(inputs, apart if style.products > 1 else outputs, biased, unit=unit, state=state)
-        for number, part in enumerate(made.parts):
+        for number, part in enumerate(made.parts.values()):
             stated = vars(part.holder)["declared"]
             for leaf in stated:
                 stated[leaf] = replace(stated[leaf], initial=initial_of(getattr(module, leaf)))

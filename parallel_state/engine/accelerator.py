@@ -78,12 +78,9 @@ def capability(device: Device) -> tuple[int, int]:
 
 
 def has_flash_attention(device: Device) -> bool:
-    """Return whether torch's flash attention for GPUs runs there; also that over documents (``varlen``)."""
-    return is_accelerator(device)
-
-
-def has_flex_attention(device: Device) -> bool:
-    """Return whether FlexAttention has kernels there that never write all scores."""
+    """Return whether torch's flash attention for GPUs runs there, also that over documents (``varlen``), and
+    FlexAttention has kernels that never write all scores.
+    """
     return is_accelerator(device)
 
 

@@ -91,7 +91,7 @@ def test_each_tensor_rank_biases_its_own_heads():
     alibi, held = Alibi(alibi_slopes(6), factor=0.5, rounded=True), []
     for rank in range(3):
         state = ParallelState.stand_in(Layout.of(tensor=3), rank)
-        held.append(layers.Attention(24, heads=6, head_dim=4, alibi=alibi, state=state).alibi)
+        held.append(layers.Attention(24, heads=6, head_dim=4, alibi=alibi, state=state).scores.alibi)
     assert held == [Alibi(alibi.slopes[i : i + 2], 0.5, True) for i in (0, 2, 4)]
 
 
@@ -153,9 +153,9 @@ def test_every_query_head_meets_its_own_key_head(data):
     here = queries // tensor
     for rank in range(tensor):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
-        key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts[1]
+        key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts["k"]
         held = list(range(kv))[key.rows or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
-        assert key.here == len(held)
+        assert len(key.weight()) == len(held)
         share = SharedHeads(queries, kv, state=state)
         lined_up = share(torch.tensor(held).reshape(1, -1, 1, 1)).flatten().tolist()
         assert here % len(lined_up) == 0

@@ -198,7 +198,7 @@ def test_flex_attention_equals_scores_written_out(positions, window, more, monke
 @pytest.mark.parametrize("length", [300, 256])
 def test_the_blocks_of_a_mask_are_those_that_torch_finds_token_by_token(window, length):
     positions = torch.cat([torch.arange(n) for n in (150, 1, length - 151, 40, length - 40)]).view(2, length)
-    made = AttentionScope(positions, window=window).block_mask(torch.empty(2, 4, length, 16))
+    made = AttentionScope(positions, window=window).takes("flex", torch.empty(2, 4, length, 16))
     wanted = create_block_mask(made.mask_mod, 2, None, length, length, device="cpu")
     assert torch.equal(made.to_dense(), wanted.to_dense())
     # Blocks that need no mask: fewer than torch finds would be right, more would not.
@@ -302,7 +302,7 @@ def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(
     with torch._dynamo.config.patch(recompile_limit=2):
         for length in range(8, 12):
             q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
-            mask = AttentionScope(torch.arange(length)).block_mask(q)
+            mask = AttentionScope(torch.arange(length)).takes("flex", q)
             flex.flex_attention(q, k, v, mask, Scores(alibi=Alibi(alibi_slopes(2), 0.5)))
     flex._compiled.cache_clear()
     assert len(lengths) == 4
