@@ -22,7 +22,6 @@ from .lora.config import LoraConfig as LoraConfig
 from .lora.family import AdaptedFamily as AdaptedFamily
 from .lora.family import adapted as adapted
 from .lora.targets import PEFT_PREFIX as PEFT_PREFIX
-from .lora.targets import Site as Site
 from .sizes import Size as Size
 from .sizes import published_size as published_size
 from .sizes import published_sizes as published_sizes

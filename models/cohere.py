@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
 from .base.parts import AttentionOptions, attention, gated_mlp, head_layer_norm, layer_norm
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig
 
 
 class CohereConfig(LlamaConfig):
@@ -52,7 +53,7 @@ class CohereBlock(nn.Module):
         return x_BSD
 
 
-class Cohere(RotaryDecoder):
+class Cohere(CausalLM):
     """Compute Command R, or the stage that this pipeline rank holds: scaled logits."""
 
     config: CohereConfig

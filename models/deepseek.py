@@ -10,7 +10,7 @@ from ..layers import AttentionInputs, MultiHeadLatentAttention, TopKRouter, yarn
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, Experts, Fixed, HeadDim, Whole, Width, key, names
-from .base.parts import gated_mlp, initial, rms_norm, router
+from .base.parts import initial, rms_norm, router
 from .expert_block import (
     GROUPED_EXPERTS,
     GroupedExpertsConfig,
@@ -84,24 +84,6 @@ class DeepseekV2Config(LatentAttentionConfig):
         return super().groups if self.topk_method == "group_limited_greedy" else (1, 1)
 
 
-def latent_attention(cfg: LatentAttentionConfig, state: ParallelState) -> MultiHeadLatentAttention:
-    """Make multi-head latent attention."""
-    return MultiHeadLatentAttention(
-        cfg.hidden_size,
-        heads=cfg.num_attention_heads,
-        q_lora_rank=cfg.q_lora_rank,
-        kv_lora_rank=cfg.kv_lora_rank,
-        qk_nope_head_dim=cfg.qk_nope_head_dim,
-        qk_rope_head_dim=cfg.head_dim,
-        v_head_dim=cfg.v_head_dim,
-        bias=cfg.attention_bias,
-        scale=cfg.attention_scale,
-        dropout=cfg.attention_dropout,
-        initial=initial(cfg),
-        state=state,
-    )
-
-
 def grouped_router(cfg: DeepseekV2Config, state: ParallelState) -> TopKRouter:
     """Make the router of DeepSeek-V2: softmax scores, and a token's experts in its best groups."""
     (groups, chosen), scale = cfg.groups, cfg.routed_scaling_factor
@@ -117,13 +99,24 @@ class DeepseekBlock(nn.Module):
 
     def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm, self.attention = rms_norm(cfg, state), latent_attention(cfg, state)
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = MultiHeadLatentAttention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            q_lora_rank=cfg.q_lora_rank,
+            kv_lora_rank=cfg.kv_lora_rank,
+            qk_nope_head_dim=cfg.qk_nope_head_dim,
+            qk_rope_head_dim=cfg.head_dim,
+            v_head_dim=cfg.v_head_dim,
+            bias=cfg.attention_bias,
+            scale=cfg.attention_scale,
+            dropout=cfg.attention_dropout,
+            initial=initial(cfg),
+            state=state,
+        )
         self.mlp_norm = rms_norm(cfg, state)
-        if cfg.has_experts(number):
-            make_router = corrected_router if isinstance(cfg, DeepseekV3Config) else grouped_router
-            self.mlp: nn.Module = grouped_experts(cfg, make_router(cfg, state), state)
-        else:
-            self.mlp = gated_mlp(cfg, state)
+        make_router = corrected_router if isinstance(cfg, DeepseekV3Config) else grouped_router
+        self.mlp = grouped_experts(cfg, number, make_router, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

@@ -1,11 +1,12 @@
 """Config fields, names and layers of experts: alone, in groups beside shared ones, and with MTP blocks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import nn
 
-from ..layers import MoE, TopKRouter
+from ..layers import TopKRouter
 from ..parallel_state import BadInput, ParallelState
 from .base.keys import MOST_EXPERTS, NO, Experts, Fixed, Whole, Width, key
 from .base.names import Entry, per_expert
@@ -134,10 +135,14 @@ GROUPED_EXPERTS: dict[str, Entry] = {
 }
 
 
-def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:
-    """Make the experts of a block behind ``router``, and beside them one net for all tokens."""
+def grouped_experts(
+    cfg: Any, number: int, make_router: Callable[..., TopKRouter], state: ParallelState
+) -> nn.Module:
+    """Make experts behind a router, and beside them one net for all tokens; in the first blocks one net."""
+    if not cfg.has_experts(number):
+        return gated_mlp(cfg, state)
     shared = gated_mlp(cfg, state, cfg.n_shared_experts * cfg.moe_intermediate_size, entered=True)
-    return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
+    return mixture(cfg, make_router(cfg, state), cfg.moe_intermediate_size, state, shared=shared)
 
 
 def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:

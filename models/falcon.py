@@ -35,6 +35,7 @@ class FalconConfig(LlamaConfig):
     ``num_key_value_heads``: the heads that there are, 1 with ``multi_query``, whatever a file says.
     """
 
+    HEADS_FILL: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {
         **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ABSENT),  # bias, layer_norm_epsilon
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), ZERO),
@@ -64,7 +65,6 @@ class FalconConfig(LlamaConfig):
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
-        self.check_heads_fill(where)
         heads, new = self.num_attention_heads, self.new_decoder_architecture
         each = new or self.multi_query or self.num_key_value_heads == heads
         self.require(each, where, "num_key_value_heads", f"num_attention_heads={heads}")

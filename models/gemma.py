@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import ABSENT, NO, Count, Factor, Fixed, HeadDim, Whole, key
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, SLIDING, LayerRopesConfig, LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 from .qwen import HEAD_NORMS
 
 
@@ -60,7 +61,7 @@ class GemmaBlock(nn.Module):
         return x_BSD
 
 
-class GemmaDecoder(RotaryDecoder):
+class GemmaDecoder(CausalLM):
     """Scale embeddings by the root of their width, and norms by 1 + weight; bound logits in Gemma 2 and 3."""
 
     config: Any

@@ -1,6 +1,5 @@
 """GLM-4 (0414), with norms behind branches, and GLM-4.5, with experts behind a first few blocks."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ class Glm4Config(PartialRotaryConfig):
 
     INTERLEAVED: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {"mlp_bias": NO}
-    # By default transformers pads with a token that other vocabularies do not have.
-    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+    UNPADDED: ClassVar[bool] = True
 
     num_key_value_heads: Whole = 2
     head_dim: HeadDim = 128
@@ -92,10 +90,7 @@ class Glm4MoeBlock(nn.Module):
         self.attention_norm = rms_norm(cfg, state)
         self.attention = attention(cfg, state, out_bias=False, qk_norm=norms)
         self.mlp_norm = rms_norm(cfg, state)
-        if cfg.has_experts(number):
-            self.mlp: nn.Module = grouped_experts(cfg, corrected_router(cfg, state), state)
-        else:
-            self.mlp = gated_mlp(cfg, state)
+        self.mlp = grouped_experts(cfg, number, corrected_router, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

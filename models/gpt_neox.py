@@ -1,7 +1,6 @@
 """GPT-NeoX and Pythia: parallel branches with two norms, partly rotated heads, biases, qkv by heads."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ NAMES = Names(
 class GPTNeoXConfig(PartialRotaryConfig):
     """List the fields of a GPT-NeoX config.json."""
 
+    HEADS_FILL: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {
         **dict.fromkeys(("num_key_value_heads", "rms_norm_eps"), ABSENT),  # one for each head; layer_norm_eps
         "mlp_bias": YES,
@@ -43,10 +43,6 @@ class GPTNeoXConfig(PartialRotaryConfig):
     attention_bias: bool = True
     use_parallel_residual: bool = True
     hidden_dropout: DropoutRate = 0.0
-
-    def check(self, raw: Mapping[str, Any], where: str) -> None:
-        super().check(raw, where)
-        self.check_heads_fill(where)
 
 
 class GPTNeoXBlock(nn.Module):

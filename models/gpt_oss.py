@@ -80,14 +80,6 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         return {**written, "rope_scaling": written["rope_scaling"] or {"rope_type": "default"}}
 
 
-def clamped_mixture(cfg: GptOssConfig, state: ParallelState) -> MoE:
-    """Make the experts of a block behind their router."""
-    limits = {"alpha": cfg.swiglu_alpha, "limit": cfg.swiglu_limit}
-    experts, width, inner = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
-    stack = ClampedExperts(experts, width, inner, **limits, initial=initial(cfg), state=state)
-    return MoE(router(cfg, state, biased=True), stack, state=state)
-
-
 class GptOssBlock(nn.Module):
     """Compute a block of GPT-OSS (OpenAI 2025).
 
@@ -99,7 +91,11 @@ class GptOssBlock(nn.Module):
         super().__init__()
         self.attention_norm = rms_norm(cfg, state)
         self.attention = attention(cfg, state, window=cfg.window(number), sinks=True)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), clamped_mixture(cfg, state)
+        sizes = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
+        alpha, limit, starts = cfg.swiglu_alpha, cfg.swiglu_limit, initial(cfg)
+        experts = ClampedExperts(*sizes, alpha=alpha, limit=limit, initial=starts, state=state)
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = MoE(router(cfg, state, biased=True), experts, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

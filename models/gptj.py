@@ -49,6 +49,9 @@ class GPTJConfig(GPT2Config):
         expected = "how many numbers of a head are rotated"
         self.require(stated is not None, where, "rotary_dim", expected, None)
 
+    def rotations(self) -> dict[str, RotaryEmbedding]:
+        return {"all": RotaryEmbedding(self.rotary_dim, 10000.0, interleaved=True)}
+
 
 class GPTJ(CausalLM):
     """Compute GPT-J, or the stage that this pipeline rank holds: the blocks are of Phi's form."""
@@ -58,9 +61,6 @@ class GPTJ(CausalLM):
     make_norm = staticmethod(layer_norm)
     embedding_dropout = "embd_pdrop"
     biased_head = True
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return {"all": RotaryEmbedding(self.config.rotary_dim, 10000.0, interleaved=True)}
 
 
 GPTJ_FAMILY = Family(

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Mamba2
 from ..parallel_state import ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, NO, Count, Factor, Fixed, Whole, Width, key
 from .base.names import fused
 from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
-from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder, decoder
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 from .qwen_hybrid import FULL, LINEAR, check_mixers
 
 
@@ -48,7 +49,7 @@ class GraniteBlock(nn.Module):
         return x_BSD
 
 
-class Granite(RotaryDecoder):
+class Granite(CausalLM):
     """Compute Granite 3, or the stage that this pipeline rank holds: embeddings and logits are scaled."""
 
     config: GraniteConfig
@@ -140,24 +141,6 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         return {**units, "mamba_n_heads": self.mamba_n_heads}
 
 
-def mamba(cfg: GraniteHybridConfig, state: ParallelState) -> Mamba2:
-    """Make the Mamba-2 mixer of a block."""
-    return Mamba2(
-        cfg.hidden_size,
-        heads=cfg.mamba_n_heads,
-        head_dim=cfg.mamba_d_head,
-        state_dim=cfg.mamba_d_state,
-        groups=cfg.mamba_n_groups,
-        kernel_size=cfg.mamba_d_conv,
-        act=cfg.hidden_act,
-        bias=cfg.mamba_proj_bias,
-        conv_bias=cfg.mamba_conv_bias,
-        eps=cfg.rms_norm_eps,
-        initial=initial(cfg),
-        state=state,
-    )
-
-
 class GraniteHybridBlock(nn.Module):
     """Compute a block of Granite 4. Its mixer has other names than attention, since files tell the two apart.
 
@@ -170,18 +153,29 @@ class GraniteHybridBlock(nn.Module):
         super().__init__()
         self.recurrent, self.scale = cfg.layer_types[number] == LINEAR, cfg.residual_multiplier
         if self.recurrent:
-            self.mixer_norm, self.mixer = rms_norm(cfg, state), mamba(cfg, state)
+            self.mixer_norm = rms_norm(cfg, state)
+            self.mixer = Mamba2(
+                cfg.hidden_size,
+                heads=cfg.mamba_n_heads,
+                head_dim=cfg.mamba_d_head,
+                state_dim=cfg.mamba_d_state,
+                groups=cfg.mamba_n_groups,
+                kernel_size=cfg.mamba_d_conv,
+                act=cfg.hidden_act,
+                bias=cfg.mamba_proj_bias,
+                conv_bias=cfg.mamba_conv_bias,
+                eps=cfg.rms_norm_eps,
+                initial=initial(cfg),
+                state=state,
+            )
         else:
             rotary = "all" if cfg.position_embedding_type == "rope" else None
             self.attention_norm = rms_norm(cfg, state)
             self.attention = attention(cfg, state, rotary=rotary, scale=cfg.attention_multiplier)
         self.mlp_norm = rms_norm(cfg, state)
-        shared = gated_mlp(cfg, state, cfg.shared_intermediate_size, entered=cfg.has_experts(number))
-        if cfg.has_experts(number):
-            chosen_by = router(cfg, state)
-            self.mlp: nn.Module = mixture(cfg, chosen_by, cfg.intermediate_size, state, shared=shared)
-        else:
-            self.mlp = shared
+        experts, width = cfg.has_experts(number), cfg.intermediate_size
+        shared = gated_mlp(cfg, state, cfg.shared_intermediate_size, entered=experts)
+        self.mlp = mixture(cfg, router(cfg, state), width, state, shared=shared) if experts else shared
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         if self.recurrent:

@@ -100,10 +100,6 @@ class LayerRopesConfig(LayerTypesConfig):
         return {**written, "rope_parameters": both}
 
     @property
-    def scalings(self) -> dict[str, RopeScaling | None]:
-        return {f"rope_parameters.{kind}": scaling for kind, (_, scaling) in self.by_type.items()}
-
-    @property
     def by_type(self) -> dict[str, tuple[float, RopeScaling | None]]:
         """Return theta and scaling by the names of the types of blocks."""
         window = self.rope_local_base_freq, self.rope_local_scaling

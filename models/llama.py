@@ -1,6 +1,6 @@
 """Llama 2 and 3."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class LlamaConfig(ModelConfig):
         **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), ONE),
     }
     READ: ClassVar[frozenset[str]] = names("rope_parameters layer_types")
+    #: Whether heads together must be as wide as the hidden states.
+    HEADS_FILL: ClassVar[bool] = False
     #: Whether the numbers of a rotated pair are neighbours, in families where no field says it.
     INTERLEAVED: ClassVar[bool] = False
 
@@ -60,13 +62,18 @@ class LlamaConfig(ModelConfig):
         heads = self.num_attention_heads
         fits = heads % self.num_key_value_heads == 0
         self.require(fits, where, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-        for name, scaling in self.scalings.items():
-            check_factors(scaling, self.rotary_dim // 2, where, name)
+        width = self.hidden_size // heads
+        fills = self.head_dim * heads == self.hidden_size or not self.HEADS_FILL
+        self.require(fills, where, "head_dim", f"hidden_size / num_attention_heads = {width}")
+        for name, (_, scaling) in self.by_type.items():
+            key = "rope_scaling" if name == "all" else f"rope_parameters.{name}"
+            check_factors(scaling, self.rotary_dim // 2, where, key)
         self.check_layer_types(raw.get("layer_types"), where)
 
     def check_layer_types(self, stated: object, where: str) -> None:
         """Refuse a list of the blocks' types that is not true of this model."""
-        kind, blocks = self.layer_type, self.num_hidden_layers
+        kind = "full_attention" if self.window(0) is None else "sliding_attention"
+        blocks = self.num_hidden_layers
         same = stated is None or stated == [kind] * blocks
         self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
 
@@ -74,30 +81,8 @@ class LlamaConfig(ModelConfig):
         """Tell whether block ``number`` has experts, or one net."""
         return False
 
-    @property
-    def layer_type(self) -> str:
-        """Return transformers' name for the attention of every block."""
-        return "full_attention" if self.window(0) is None else "sliding_attention"
-
-    def window(self, number: int) -> int | None:
-        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
-        window: int | None = getattr(self, "sliding_window", None)
-        return window
-
     def rotation(self, number: int) -> str | None:
-        """Return the name of the rotation in block ``number``, if its heads are rotated."""
         return "all"
-
-    def check_heads_fill(self, where: str) -> None:
-        """Refuse heads that together are not as wide as the hidden states, in families without a choice."""
-        width = self.hidden_size // self.num_attention_heads
-        fills = self.head_dim * self.num_attention_heads == self.hidden_size
-        self.require(fills, where, "head_dim", f"hidden_size / num_attention_heads = {width}")
-
-    @property
-    def scalings(self) -> dict[str, RopeScaling | None]:
-        """Return each scaling of positions, under the key of the config.json that states it."""
-        return {"rope_scaling": self.rope_scaling}
 
     @property
     def rotary_dim(self) -> int:
@@ -110,7 +95,6 @@ class LlamaConfig(ModelConfig):
         return {"all": (self.rope_theta, self.rope_scaling)}
 
     def rotations(self) -> dict[str, RotaryEmbedding]:
-        """Make the rotations, by the names that attention layers ask for."""
         neighbours = getattr(self, "rope_interleave", self.INTERLEAVED)
         return {
             name: RotaryEmbedding(
@@ -169,17 +153,7 @@ LLAMA_NAMES = Names(
 )
 
 
-class RotaryDecoder(CausalLM):
-    """Rotate heads, and normalise hidden states by their root mean square, as Llama and most others do."""
-
-    config: LlamaConfig
-    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
-
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        return self.config.rotations()
-
-
-def decoder(block: type[nn.Module], base: type[RotaryDecoder] = RotaryDecoder, **own: Any) -> type[CausalLM]:
+def decoder(block: type[nn.Module], base: type[CausalLM] = CausalLM, **own: Any) -> type[CausalLM]:
     """Return the class of models of these blocks; ``own``: attributes in which it is not as ``base``."""
     methods = {name: staticmethod(value) if callable(value) else value for name, value in own.items()}
     methods |= {"Block": block, "__module__": block.__module__}
@@ -205,7 +179,7 @@ class LlamaBlock(nn.Module):
         return x_BSD
 
 
-class Llama(RotaryDecoder):
+class Llama(CausalLM):
     """Compute Llama, or the stage that this pipeline rank holds."""
 
     config: LlamaConfig

@@ -35,10 +35,8 @@ class MistralBlock(nn.Module):
         self.attention_norm = rms_norm(cfg, state)
         self.attention = attention(cfg, state, window=cfg.sliding_window)
         self.mlp_norm = rms_norm(cfg, state)
-        if cfg.has_experts(number):
-            self.mlp: nn.Module = mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
-        else:
-            self.mlp = gated_mlp(cfg, state)
+        experts, width = cfg.has_experts(number), cfg.intermediate_size
+        self.mlp = mixture(cfg, router(cfg, state), width, state) if experts else gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

@@ -2,7 +2,6 @@
 embeddings are narrower than hidden states.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -53,8 +52,7 @@ class OPTConfig(WholeHeadsConfig):
         "layer_norm_elementwise_affine": YES,
         "layerdrop": ZERO,
     }
-    # Transformers' default is a token whose embedding it does not train.
-    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+    UNPADDED: ClassVar[bool] = True
 
     intermediate_size: Width = key("ffn_dim")
     max_position_embeddings: Count = 2048
@@ -72,14 +70,6 @@ class OPTConfig(WholeHeadsConfig):
         if fields.get("word_embed_proj_dim") is None:
             fields["word_embed_proj_dim"] = fields.get("hidden_size")
         return super().prepare(fields, where)
-
-    def window(self, number: int) -> int | None:
-        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
-        return None
-
-    def rotation(self, number: int) -> str | None:
-        """Return the name of the rotation in block ``number``, if its heads are rotated."""
-        return None
 
     @property
     def embedding_width(self) -> int:

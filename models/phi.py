@@ -100,8 +100,7 @@ class Phi3Config(PartialRotaryConfig):
     """
 
     FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
-    # Transformers' default is a token that a small vocabulary does not have.
-    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+    UNPADDED: ClassVar[bool] = True
 
     max_position_embeddings: Whole = 4096
     original_max_position_embeddings: Whole = 4096

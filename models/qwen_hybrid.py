@@ -71,22 +71,6 @@ def check_mixers(config: LlamaConfig, kinds: Sequence[str], where: str) -> None:
 hybrid_norm = partial(rms_norm, offset=1.0)
 
 
-def delta_net(cfg: DeltaNetConfig, state: ParallelState) -> GatedDeltaNet:
-    """Make the gated delta net of a block."""
-    return GatedDeltaNet(
-        cfg.hidden_size,
-        key_heads=cfg.linear_num_key_heads,
-        value_heads=cfg.linear_num_value_heads,
-        key_dim=cfg.linear_key_head_dim,
-        value_dim=cfg.linear_value_head_dim,
-        kernel_size=cfg.linear_conv_kernel_dim,
-        act=cfg.hidden_act,
-        eps=cfg.rms_norm_eps,
-        initial=initial(cfg),
-        state=state,
-    )
-
-
 #: Ours -> Hugging Face's, but for what brings a delta net's input in, and the experts.
 NAMES = LLAMA_NAMES.but(
     {
@@ -115,7 +99,19 @@ class QwenHybridBlock(nn.Module):
         super().__init__()
         self.recurrent = cfg.layer_types[number] == LINEAR
         if self.recurrent:
-            self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
+            self.mixer_norm = hybrid_norm(cfg, state)
+            self.mixer = GatedDeltaNet(
+                cfg.hidden_size,
+                key_heads=cfg.linear_num_key_heads,
+                value_heads=cfg.linear_num_value_heads,
+                key_dim=cfg.linear_key_head_dim,
+                value_dim=cfg.linear_value_head_dim,
+                kernel_size=cfg.linear_conv_kernel_dim,
+                act=cfg.hidden_act,
+                eps=cfg.rms_norm_eps,
+                initial=initial(cfg),
+                state=state,
+            )
         else:
             norms = head_rms_norm(cfg, state, offset=1.0)
             self.attention_norm = hybrid_norm(cfg, state)

@@ -1,6 +1,5 @@
 """Seed-OSS: Llama with biases on queries, keys and values, and dropout of what each branch adds."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from .base.family import Family
@@ -15,8 +14,7 @@ class SeedOssConfig(LlamaConfig):
     ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
     """
 
-    # By default transformers ends at and pads with tokens that other vocabularies use.
-    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+    UNPADDED: ClassVar[bool] = True
 
     num_key_value_heads: Whole = 8
     head_dim: HeadDim = 128

@@ -17,8 +17,7 @@ class SmolLM3Config(NoWindowsConfig):
     ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
     """
 
-    # By default transformers pads with a token that other vocabularies do not have.
-    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+    UNPADDED: ClassVar[bool] = True
 
     num_key_value_heads: Whole = 4
     max_position_embeddings: Whole = 32768

@@ -1,7 +1,6 @@
 """StableLM: Llama with LayerNorm and partly rotated heads; some normalise heads or have parallel branches."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ NAMES = LLAMA_NAMES.but(
 class StableLmConfig(PartialRotaryConfig):
     """List the fields of a StableLM config.json."""
 
+    HEADS_FILL: ClassVar[bool] = True
     FIXED: ClassVar[Fixed] = {
         **dict.fromkeys(("attention_bias", "rms_norm_eps"), ABSENT),  # use_qkv_bias and layer_norm_eps say it
         "mlp_bias": NO,
@@ -36,10 +36,6 @@ class StableLmConfig(PartialRotaryConfig):
     qk_layernorm: bool = False
     use_parallel_residual: bool = False
     hidden_dropout: DropoutRate = 0.0
-
-    def check(self, raw: Mapping[str, Any], where: str) -> None:
-        super().check(raw, where)
-        self.check_heads_fill(where)
 
 
 class StableLmBlock(nn.Module):

@@ -5,7 +5,7 @@ B batch  S sequence  D hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from ...layers import (
 )
 from ...parallel_state import Normal, ParallelState, alone_or, local
 from .multi_token import MultiTokenPrediction
+from .parts import rms_norm
 
 if TYPE_CHECKING:
     from .family import Family
@@ -52,9 +53,10 @@ class CausalLM(nn.Module):
     #: What built the model; its checkpoints are this family's.
     family: Family
     #: A family's own: its class of blocks, ``Block(config, number, state)``, whose numbers count from 0 over
-    #: the whole model, and what makes a norm over the hidden states, ``make_norm(config, state)``.
+    #: the whole model, and what makes a norm over the hidden states, ``make_norm(config, state)``: as most
+    #: have it, by their root mean square.
     Block: ClassVar[Any]
-    make_norm: ClassVar[Callable[..., nn.Module]]
+    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
     #: The config's field of the dropout after the embedding, if the family has it.
     embedding_dropout: ClassVar[str] = ""
     #: Whether the output layer has a bias (GPT-J, Phi).
@@ -82,10 +84,11 @@ class CausalLM(nn.Module):
             )
         if stage.first:
             self.add_embedding_modules()
-        self.rotary: dict[str, RotaryEmbedding] = {**self.make_rotary()}
+        self.rotary: dict[str, RotaryEmbedding] = {**cfg.rotations()}
         self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
+        ahead = cfg.mtp_numbers if stage.last else ()
         #: Blocks of multi-token prediction by their numbers, on the last stage, if the model has them.
-        self.mtp = nn.ModuleDict({str(i): self.make_mtp(i) for i in cfg.mtp_numbers if stage.last})
+        self.mtp = nn.ModuleDict({str(number): MultiTokenPrediction(self, number) for number in ahead})
         #: One attention layer of each kind, for what is made once a forward.
         self.attentions = attention_kinds(self.layers)
         if stage.last:
@@ -148,10 +151,6 @@ class CausalLM(nn.Module):
         block: nn.Module = self.Block(self.config, number, self.state)
         return block
 
-    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        """Make the rotations, by the names that attention layers ask for."""
-        return {}
-
     def make_last_norm(self) -> nn.Module:
         """Make what comes between the last block and the output layer."""
         return type(self).make_norm(self.config, self.state)
@@ -183,16 +182,6 @@ class CausalLM(nn.Module):
     def initial(self) -> Normal:
         """Return how the weights of matrices start."""
         return Normal(self.config.initializer_range)
-
-    def make_mtp(self, number: int) -> MultiTokenPrediction:
-        """Make the block of multi-token prediction of this number, which counts on after the last block."""
-        return MultiTokenPrediction(
-            self.config.hidden_size,
-            self.block(number),
-            norm=self.make_last_norm,
-            initial=self.initial,
-            state=self.state,
-        )
 
     @property
     def can_cache(self) -> bool:

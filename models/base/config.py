@@ -9,8 +9,16 @@ from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...layers import ACTIVATIONS
-from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
+from ...layers import ACTIVATIONS, RotaryEmbedding
+from ...parallel_state import (
+    BadInput,
+    Layout,
+    from_validation,
+    nearest,
+    nearest_divisors,
+    nearest_multiples,
+    refuse_layout,
+)
 from ...system import visible
 from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, Count, Fixed, Whole, Width, check_file
 
@@ -34,8 +42,8 @@ class ModelConfig(BaseModel):
     FIXED: ClassVar[Fixed] = {}
     #: Keys that ``prepare`` and ``check`` read besides those of fields; those of parents count, too.
     READ: ClassVar[frozenset[str]] = frozenset()
-    #: Keys that ``to_hf`` adds.
-    ADDED: ClassVar[Mapping[str, object]] = {}
+    #: Whether ``to_hf`` says that no token pads: a vocabulary may lack transformers' default, or use it.
+    UNPADDED: ClassVar[bool] = False
 
     #: Whether a loss may compute the logits itself, in chunks.
     head_is_last: ClassVar[bool] = True
@@ -157,10 +165,8 @@ class ModelConfig(BaseModel):
 
     def check_count(self, where: str) -> None:
         """Refuse more blocks than could be listed."""
-        blocks = self.num_hidden_layers
-        if blocks > MOST_BLOCKS:
-            key = self.spelled("num_hidden_layers")
-            raise BadInput(where, key, expected=f"at most {MOST_BLOCKS}", found=blocks)
+        fits = self.num_hidden_layers <= MOST_BLOCKS
+        self.require(fits, where, "num_hidden_layers", f"at most {MOST_BLOCKS}")
 
     @classmethod
     def read_keys(cls) -> set[str]:
@@ -191,6 +197,19 @@ class ModelConfig(BaseModel):
             value = getattr(self, key) if found is ... else found
             shown = value if isinstance(value, int | float) else repr(value)[:80]
             raise BadInput(where, self.spelled(key), expected=expected, found=shown)
+
+    def window(self, number: int) -> int | None:
+        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
+        window: int | None = getattr(self, "sliding_window", None)
+        return window
+
+    def rotation(self, number: int) -> str | None:
+        """Return the name of the rotation in block ``number``, if its heads are rotated."""
+        return None
+
+    def rotations(self) -> dict[str, RotaryEmbedding]:
+        """Make the rotations, by the names that attention layers ask for."""
+        return {}
 
     @property
     def embedding_width(self) -> int:
@@ -228,25 +247,15 @@ class ModelConfig(BaseModel):
         common = math.gcd(*units.values())
         for key, number in units.items():
             if number % layout.tensor:
-                raise BadInput(
-                    "layout",
-                    "tensor",
-                    expected=f"a divisor of {key}={number}",
-                    found=layout.tensor,
-                    todo=f"{nearest_divisors('tensor', common, layout.tensor)}. "
-                    + nearest_multiples(f"{key} on tensor={layout.tensor}", layout.tensor, number),
-                )
+                others = nearest_multiples(f"{key} on tensor={layout.tensor}", layout.tensor, number)
+                todo = f"{nearest_divisors('tensor', common, layout.tensor)}. {others}"
+                refuse_layout("tensor", f"a divisor of {key}={number}", layout.tensor, todo)
         if layout.stages > self.num_hidden_layers:
             virtual = layout.virtual_stages
             most = max(self.num_hidden_layers // virtual, 1)
             blocks = "one block a stage" if virtual == 1 else f"{virtual} stages a rank, one block a stage"
-            raise BadInput(
-                "layout",
-                "pipeline",
-                expected=f"at most {most}, {blocks}",
-                found=layout.pipeline,
-                todo=nearest("pipeline", [most], layout.pipeline),
-            )
+            todo = nearest("pipeline", [most], layout.pipeline)
+            refuse_layout("pipeline", f"at most {most}, {blocks}", layout.pipeline, todo)
 
     @classmethod
     def _without_unread(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,7 +272,7 @@ class ModelConfig(BaseModel):
             self.spelled(key): [*field_value] if isinstance(field_value, tuple) else field_value
             for key, field_value in values.items()
         }
-        return {**written, **self.ADDED}
+        return written | ({"pad_token_id": None} if self.UNPADDED else {})
 
 
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:

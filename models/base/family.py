@@ -12,13 +12,13 @@ from torch import nn
 
 from ...layers import routers
 from ...parallel_state import (
-    BadInput,
     Declaration,
     Layout,
     ParallelState,
     alone_or,
     declarations,
     nearest_divisors,
+    refuse_layout,
 )
 from .causal_lm import CausalLM
 from .config import ModelConfig
@@ -122,13 +122,8 @@ def _check_experts(whole: CausalLM, layout: Layout) -> None:
     experts = gcd(*(router.num_experts for _, router in routers(whole)))
     if not experts or experts % layout.expert:
         both = gcd(experts, layout.expert_pool) if experts else 1
-        raise BadInput(
-            "layout",
-            "expert",
-            expected=f"a divisor of {experts} experts" if experts else "1: this model has no experts",
-            found=layout.expert,
-            todo=nearest_divisors("expert", both, layout.expert),
-        )
+        expected = f"a divisor of {experts} experts" if experts else "1: this model has no experts"
+        refuse_layout("expert", expected, layout.expert, nearest_divisors("expert", both, layout.expert))
 
 
 @contextmanager

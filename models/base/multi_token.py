@@ -3,14 +3,14 @@
 B batch  S sequence  D hidden
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...layers import AttentionInputs, ReplicatedLinear
-from ...parallel_state import Initial, ParallelState
 from .hugging_face_names import Rule
 
 
@@ -19,22 +19,16 @@ class MultiTokenPrediction(nn.Module):
 
     Input: hidden states (B, S, D) for the token after place t, and embeddings of that token, both (B, S /
     tensor, D) with sequence parallelism. Output: hidden states for the token after it, and the same
-    normalised, for the output layer. Embedding and output layer are the model's own.
+    normalised, for the output layer. Embedding and output layer are those of ``model``, a ``CausalLM``, and
+    the block is made as its others are, with a ``number`` that counts on after the last one.
     Source: DeepSeek-V3 (2024), section 2.2; the embedding comes first in ``eh_proj``, as in its checkpoint.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        block: nn.Module,
-        *,
-        norm: Callable[[], nn.Module],
-        initial: Initial,
-        state: ParallelState,
-    ) -> None:
+    def __init__(self, model: Any, number: int) -> None:
         super().__init__()
+        block, norm, width = model.block(number), model.make_last_norm, model.config.hidden_size
         self.enorm, self.hnorm = norm(), norm()
-        self.eh_proj = ReplicatedLinear(2 * hidden_size, hidden_size, False, initial=initial, state=state)
+        self.eh_proj = ReplicatedLinear(2 * width, width, False, initial=model.initial, state=model.state)
         self.block, self.norm = block, norm()
 
     def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -54,11 +48,8 @@ def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:
         Rule("embed.weight" if tied else "head.weight", f"{at}shared_head.head.weight", copy=True),
     ]
     own += [Rule("mtp.{i}.norm", f"{at}shared_head.norm")]
-    return [*copies, *own, *(_moved(rule) for rule in rules if "i" in rule.numbers)]
-
-
-def _moved(rule: Rule) -> Rule:
-    def move(name: str) -> str:
-        return name.replace("layers.{i}.", "mtp.{i}.block.", 1)
-
-    return replace(rule, ours=tuple(map(move, rule.our_names)))
+    for rule in rules:
+        if "i" in rule.numbers:
+            ours = tuple(name.replace("layers.{i}.", "mtp.{i}.block.", 1) for name in rule.our_names)
+            own.append(replace(rule, ours=ours))
+    return [*copies, *own]

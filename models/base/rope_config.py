@@ -62,7 +62,8 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if new is not None:
         theta = new.get("rope_theta", raw.get("rope_theta"))
         forms.append((theta, read_scaling(new, raw, where, "rope_parameters")))
-    if len(forms) == 2 and _differ(forms[0], forms[1]):
+    # A theta or scaling that the old form omits contradicts nothing.
+    if len(forms) == 2 and any(old not in (None, new) for old, new in zip(*forms, strict=True)):
         expected = f"what rope_theta and rope_scaling say: {_said(*forms[0])}"
         raise BadInput(where, "rope_parameters", expected=expected, found=_said(*forms[1]))
     if not forms:
@@ -115,11 +116,6 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
             share = inner_share
             rest[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
     return rest, share
-
-
-def _differ(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
-    """Return whether two forms contradict each other; a theta or scaling that the old form omits does not."""
-    return (old[0] is not None and old[0] != new[0]) or (old[1] is not None and old[1] != new[1])
 
 
 def _said(theta: object, scaling: RopeScaling | None) -> str:

@@ -102,18 +102,17 @@ class AdaptedFamily(Family):
                 expected = f"blocks 0 to {config.num_hidden_layers - 1}"
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
         all_sites, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
-        for name in lora.target_parameters or ():
-            if not any(stack.name == name or stack.name.endswith(f".{name}") for stack in stacks):
-                known = sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks})
-                expected = (
-                    f"ends of names such as {', '.join(known)}" if stacks else "none: no stack of experts"
-                )
-                raise BadInput(where, "target_parameters", expected=expected, found=repr(name))
-        for key, among in (("target_modules", self.sites(config)), ("exclude_modules", all_sites)):
+        known = ", ".join(sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks}))
+        of_stacks = f"ends of names such as {known}" if stacks else "none: no stack of experts"
+        of_linears = f"ends of names such as {leaves(all_sites)}"
+        for key, among, expected in (
+            ("target_parameters", stacks, of_stacks),
+            ("target_modules", self.sites(config), of_linears),
+            ("exclude_modules", all_sites, of_linears),
+        ):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
                 if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
-                    expected = f"ends of names such as {leaves(all_sites)}"
                     raise BadInput(where, key, expected=expected, found=repr(name))
 
     def check_peft(self, config: ModelConfig) -> None:

@@ -110,14 +110,11 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
             ends = [0, *accumulate(module_links[0].hf_box.shape[outer] for module_links in links)]
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
             name = f"{holder}.{'_'.join(names)}_proj"
-            if stacked:
-                stored = links[0][0].hf
-                sites.append(ExpertSite(name, layer, outputs, (), inner, shape[0], holder, stored, turned))
-                continue
-            modules = tuple(
-                tuple(link.hf.removesuffix(".weight") for link in each) for each in zip(*links, strict=True)
-            )
-            sites.append(ExpertSite(name, layer, outputs, modules, inner, len(modules), holder))
+            by_expert = () if stacked else zip(*links, strict=True)
+            modules = tuple(tuple(link.hf.removesuffix(".weight") for link in each) for each in by_expert)
+            count, stored = (shape[0], links[0][0].hf) if stacked else (len(modules), "")
+            site = name, layer, outputs, modules, inner, count, holder, stored
+            sites.append(ExpertSite(*site, transposed=stacked and turned))
     return tuple(sites)
 
 
