@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import lru_cache
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -240,7 +241,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         error = raised.__context__ if isinstance(raised, SystemExit) else raised
         if not isinstance(error, Exception):
             raise
-        if _debug(arguments):
+        if "--debug" in takewhile(lambda word: word.startswith("-"), arguments):
             traceback.print_exc()
         gone = isinstance(error, BrokenPipeError) and (error is not raised or reader_is_gone())
         if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
@@ -279,13 +280,3 @@ def _check_text(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             raise typer.BadParameter(f"{visible(word)}: expected UTF-8 text") from None
-
-
-def _debug(arguments: Sequence[str]) -> bool:
-    """Tell whether ``--debug`` stands before the command's name, the first word that is not an option."""
-    for argument in arguments:
-        if not argument.startswith("-"):
-            return False
-        if argument == "--debug":
-            return True
-    return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from ..planner import Traffic
     from ..planner.dry_run import DryRun
-    from ..recipes.recipe import Recipe
-    from ..simulation.record import StepRecord
 
 
 #: About as many bytes as a page has.
@@ -40,10 +39,13 @@ def show_dry_run(
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
     from ..planner.device_memory import LESS_UNUSED
+    from ..runs.report.html import is_page_of
     from ..storage.staging import output_file
 
+    ours = partial(is_page_of, "trilith train --dry-run")
+
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
-    with output_file(html, ours=_is_page) if html is not None else nullcontext() as page:
+    with output_file(html, ours=ours) if html is not None else nullcontext() as page:
         if page is not None:
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(recipe, overrides, rank, device_memory, exact=exact, page=page)
@@ -81,13 +83,10 @@ def _show(
     say(f"layout         {layout}{ranks}")
     from ..planner.device_memory import reserved_words, unit_of
     from ..planner.dry_run import dry_run
-    from ..planner.search.exact_memory import (
-        exact_line,
-        kinds_of_bytes,
-        largest_holders,
-        make_step_page,
-    )
+    from ..planner.search import Worker
+    from ..planner.search.exact_memory import exact_line, kinds_of_bytes, largest_holders, make_step_page
     from ..recipes.checks import without_effect
+    from ..runs.terminal import plain_console
 
     planned = dry_run(loaded, rank=rank, device=device)
     shown, memory = planned.rank, planned.rank.memory
@@ -129,32 +128,15 @@ def _show(
     if shown.traffic:
         print_table(_sent(shown.traffic, shown.rank))
     if exact or page is not None:
-        record = _simulated(planned.recipe, shown.rank)
+        simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
+        with closing(Worker()) as worker, simulating:
+            record = worker.simulate(planned.recipe, shown.rank)
         say(f"exact          {exact_line(record, memory.total)}")
         print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
         print_table(_table("the largest holders", *largest_holders(record)))
         if page is not None:
             page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
     return planned
-
-
-def _simulated(recipe: Recipe, rank: int) -> StepRecord:
-    from ..planner.search import Worker
-    from ..runs.terminal import plain_console
-
-    worker = Worker()
-    try:
-        with plain_console(stderr=True).status(f"simulating a step of rank {rank}"):
-            return worker.simulate(recipe, rank)
-    finally:
-        worker.close()
-
-
-def _is_page(seen: bytes) -> bool:
-    from ..planner.search.exact_memory import MARK
-    from ..runs.report.html import is_page_with
-
-    return is_page_with(MARK, seen)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -23,9 +23,7 @@ def write_error(code: int, message: str) -> None:
 
 def explain(error: Exception) -> tuple[int, str]:
     """Return the exit code of an error, and its message in one line."""
-    if (
-        format_message := getattr(error, "format_message", None)
-    ) is not None:  # typer's and click's usage errors
+    if format_message := getattr(error, "format_message", None):  # typer's and click's usage errors
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "trilith"
         key = str(getattr(error, "option_name", "")).lstrip("-")

@@ -10,7 +10,6 @@ from .shared.say import say, say_json
 
 if TYPE_CHECKING:
     from ..models import Family
-    from .shared.shown_model import Features
 
 #: Tokens of the sequence whose FLOPs are told, unless the model takes fewer.
 _LONGEST = 8192
@@ -96,7 +95,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
     from ..models import published_sizes
     from ..models.from_transformers.config import offered, proved
-    from .shared.shown_model import AXES, features_of
+    from .shared.shown_model import AXES, aligned, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
     for name, size in published_sizes().items():
@@ -105,11 +104,12 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     if as_json:
         say_json({key: asdict(features) | {"sizes": sizes[key]} for key, features in by_family.items()})
         return
-    rows = [("family", *AXES, "LoRA on", "generation")]
-    rows += [(key, *_row(features)) for key, features in by_family.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    rows, can = [("family", *AXES, "LoRA on", "generation")], {True: "yes", False: "-"}
+    for key, features in by_family.items():
+        abilities = (can[axis in features.axes] for axis in AXES)
+        rows.append((key, *abilities, ", ".join(features.lora) or "-", can[features.generation]))
+    for line in aligned(rows):
+        say(line)
     say(f"\ntypes that transformers {proved()['transformers']} or later computes, by proved axes")
     kinds_by_axes: dict[tuple[str, ...], list[str]] = {}
     for kind, axes in offered().items():
@@ -121,18 +121,6 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     for key, names in sizes.items():
         if names:
             say(f"  {key}: {', '.join(names)}")
-
-
-def _row(features: Features) -> tuple[str, ...]:
-    from .shared.shown_model import AXES
-
-    axes = [_word(axis in features.axes) for axis in AXES]
-    lora = ", ".join(features.lora) or _word(False)
-    return (*axes, lora, _word(features.generation))
-
-
-def _word(can: bool) -> str:
-    return "yes" if can else "-"
 
 
 def _print_adopted(kind: str, as_json: bool) -> None:

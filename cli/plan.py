@@ -93,13 +93,13 @@ def plan(
     from .shared.inputs import check_model_there
 
     check_model_there(model)
-    from ..planner.search.report import recipe_toml
+    from ..planner.search.report import asked, recipe_toml
     from ..planner.search.request import read_request
-    from ..planner.search.sweep import found_ones
+    from ..planner.search.sweep import asked_in_sweep, found_ones
     from ..planner.time import machine_from_bench, machine_named
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
-    from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
+    from .shared.plan_output import is_page, page_of, print_generation, print_plan
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(sequence_length, "--sequence-length") or [None]
@@ -142,7 +142,8 @@ def plan(
     if generate:
         print_generation(requests, dtype or "bfloat16", json)
         return
-    print_head(requests, json)  # a search takes seconds
+    if not json:
+        say(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
     results = _search(requests)
     print_plan(results, json)
     with ExitStack() as stack:  # both files can be written, or neither is

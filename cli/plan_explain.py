@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,7 +51,7 @@ class Topic:
     notes: list[str]
     sources: list[str]
     examples: list[str]
-    choices: Mapping[str, Any] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
     of_model: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -124,27 +124,25 @@ def topics() -> Iterator[Callable[..., None]]:
         numbers = {
             row.option: _option(options[row.option][0], row.meaning, row.default) for row in topic.inputs
         }
-        choices = {key: None if value == "-" else value for key, value in topic.choices.items()}
-        yield _command(
-            name,
-            topic,
-            {key: hint for key, (hint, _) in numbers.items()} | {key: _CHOICES[key] for key in choices},
-            {key: value for key, (_, value) in numbers.items()} | choices,
-        )
+        choices = topic.choices | {"json": False}
+        rest = {key: (_CHOICES[key], None if value == "-" else value) for key, value in choices.items()}
+        yield _command(name, topic, numbers | rest)
 
 
-def _command(name: str, topic: Topic, hints: dict[str, Any], defaults: dict[str, Any]) -> Callable[..., None]:
+def _command(name: str, topic: Topic, options: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
     def command(*, called: typer.Context, json: bool, **values: Any) -> None:
         _show(_explained(name, topic, values, called), json)
 
     examples = "\n".join(f"    trilith plan explain {name} {words}" for words in topic.examples)
     command.__name__ = name.replace("-", "_")
     command.__doc__ = f"{topic.help.strip()}\n\nExamples:\n\n{examples}"
-    hints, defaults = hints | {"json": _CHOICES["json"]}, defaults | {"json": False}
     kind = inspect.Parameter.KEYWORD_ONLY
-    shown = [inspect.Parameter(key, kind, default=defaults[key], annotation=hints[key]) for key in hints]
+    shown = [
+        inspect.Parameter(key, kind, default=default, annotation=hint)
+        for key, (hint, default) in options.items()
+    ]
     shown.append(inspect.Parameter("called", kind, annotation=typer.Context))
-    command.__annotations__ = hints | {"called": typer.Context}
+    command.__annotations__ = {each.name: each.annotation for each in shown}
     # typer reads the options from here; the type of a function does not state the attribute.
     command.__dict__["__signature__"] = inspect.Signature(shown)
     return command
@@ -166,7 +164,9 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
             value = parse_amount(value, _flag(row.option), least=_LEAST[kind])
         at[row.symbol] = value
     if at.get("model") is not None:
-        _refuse_given(called, [row.option for row in topic.inputs if row.symbol in topic.of_model])
+        of_model = {row.option for row in topic.inputs if row.symbol in topic.of_model}
+        for option in written(called).keys() & of_model:
+            raise BadInput("explain", _flag(option), expected="no --model, which sets it", found="both")
         from ..planner.explanation import numbers_of
 
         numbers = numbers_of(at["model"], at.get("S", 1))
@@ -177,12 +177,6 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
     steps = [tuple(text.format(**at) for text in row) for row in topic.steps]
     notes = [note.format(**at) for note in topic.notes]
     return explain(topic.title, inputs, steps, notes, topic.sources)
-
-
-def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
-    """Refuse the options of these names where the user wrote them: --model sets their numbers."""
-    for name in written(called).keys() & {*names}:
-        raise BadInput("explain", _flag(name), expected="no --model, which sets it", found="both")
 
 
 def _schedule(at: dict[str, Any]) -> None:

@@ -1,17 +1,18 @@
 """Print what ``trilith plan`` found, and make its page."""
 
 from collections.abc import Sequence
+from functools import partial
 from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_name, dtype_named
 from ...planner.search.find import Found
 from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
-from ...planner.search.page import MARK, make_page, make_sweep_page
-from ...planner.search.report import HEAD, as_json, asked, facts, left_out, machine_of, rows, searched
+from ...planner.search.page import make_page, make_sweep_page
+from ...planner.search.report import HEAD, as_json, facts, left_out, machine_of, rows, searched
 from ...planner.search.request import Request
 from ...planner.search.strategy import reasons
-from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
-from ...runs.report.html import is_page_with
+from ...planner.search.sweep import Unmet, sweep_head, sweep_json, sweep_rows, sweep_warnings
+from ...runs.report.html import is_page_of
 from ...runs.terminal import plain_console
 from ...system import counted
 from .say import say, say_json
@@ -20,9 +21,8 @@ from .say import say, say_json
 _LAYOUT, _NAME, _WIDEST = 26, 8, 1000
 
 
-def is_page(seen: bytes) -> bool:
-    """Tell whether a file begins as a page that ``page_of`` made."""
-    return is_page_with(MARK, seen)
+#: Tells whether a file begins as a page that ``page_of`` made.
+is_page = partial(is_page_of, "trilith plan")
 
 
 def page_of(results: Sequence[Found | Unmet]) -> str:
@@ -36,35 +36,25 @@ def _single(results: Sequence[Found | Unmet]) -> Found | None:
     return results[0] if len(results) == 1 and isinstance(results[0], Found) else None
 
 
-def print_head(requests: Sequence[Request], json: bool) -> None:
-    """Print what is planned, before a search or several."""
-    if not json:
-        say(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
-
-
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
     search = _single(results)
     if json:
         say_json(as_json(search) if search else sweep_json(results))
     elif search:
-        _print_one(search)
+        _table(HEAD, rows(search), left=1)
+        for line in reasons(search):
+            say(line)
+        for word, line in facts(search):
+            say(f"{word:<14} {line}")
+        say(f"\nRuled out: {searched(search)}")
+        for kind, reason, layouts, example in left_out(search):
+            say(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
     else:
-        _print_several(results)
+        _print_sweep(results)
 
 
-def _print_one(search: Found) -> None:
-    _table(HEAD, rows(search), left=1)
-    for line in reasons(search):
-        say(line)
-    for word, line in facts(search):
-        say(f"{word:<14} {line}")
-    say(f"\nRuled out: {searched(search)}")
-    for kind, reason, layouts, example in left_out(search):
-        say(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
-
-
-def _print_several(results: Sequence[Found | Unmet]) -> None:
+def _print_sweep(results: Sequence[Found | Unmet]) -> None:
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         say(f"warning        {line}")

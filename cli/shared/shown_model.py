@@ -40,9 +40,8 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
     for number, kind in enumerate(kinds):
         numbers.setdefault(kind, []).append(number)
     names = _names_in_files(family, config)
-    rows = {name: (*_row(name, declaration), names[name]) for name, declaration in declared.items()}
-    widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
-    lines = {name: _line(row, widths) for name, row in rows.items()}
+    rows = [(*_row(name, declaration), names[name]) for name, declaration in declared.items()]
+    lines = dict(zip(declared, aligned(rows), strict=True))
     paths = {module: path for path, module in model.named_modules()}
     places = {number: f"{paths[block]}." for number, block in model.numbered_blocks().items()}
     first = min(index for index, name in enumerate(lines) if name.startswith(places[0]))
@@ -81,8 +80,10 @@ def _row(name: str, declaration: Declaration) -> tuple[str, str, str]:
     return name, " x ".join(map(str, declaration.shape)) or "1", ", ".join(over) or "whole"
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row of words, whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _names_in_files(family: Family, config: ModelConfig) -> Mapping[str, str]:

@@ -8,8 +8,6 @@ from ...runs.report.html import folded, table, whole_page
 from .cases import PARTS
 from .run import Report, Row
 
-MARK = '<meta name="generator" content="trilith bench">'
-
 
 def make_page(report: Report) -> str:
     """Return the page of a report."""
@@ -23,7 +21,7 @@ def make_page(report: Report) -> str:
             body += [f"<h2>{escape(title)}</h2>", _part(rows)]
     findings = ([finding.level, finding.check, finding.found, finding.todo] for finding in report.doctor)
     body += ["<h2>Doctor</h2>", table(findings, head=("", "check", "found", "what to do"))]
-    return whole_page("trilith bench", "".join(body), mark=MARK)
+    return whole_page("trilith bench", "".join(body), command="trilith bench")
 
 
 def _part(rows: Sequence[Row]) -> str:

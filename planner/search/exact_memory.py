@@ -9,7 +9,6 @@ from ...simulation.record import StepRecord
 from ..device_memory import unit_of
 from .pictures import memory_of_step
 
-MARK = '<meta name="generator" content="trilith train --dry-run">'
 #: Modules that are listed: the largest holders.
 _MOST = 12
 
@@ -66,4 +65,4 @@ def make_step_page(name: str, record: StepRecord, planned: int) -> str:
         "<p>Blocks are counted together (*).</p>",
         table(holders, head=holders_head, text=4),
     ]
-    return whole_page(f"memory of {name}", "".join(body), mark=MARK)
+    return whole_page(f"memory of {name}", "".join(body), command="trilith train --dry-run")

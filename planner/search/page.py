@@ -10,8 +10,6 @@ from .report import HEAD, asked, facts, left_out, recipe_toml, rows, searched
 from .strategy import reasons
 from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
 
-MARK = '<meta name="generator" content="trilith plan">'
-
 
 def make_page(search: Found) -> str:
     """Return the page of one search."""
@@ -41,7 +39,7 @@ def make_page(search: Found) -> str:
         table(left_out(search), head=("", "reason", "layouts", "example")),
         folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
     ]
-    return whole_page(f"trilith plan {request.name}", "".join(body), mark=MARK)
+    return whole_page(f"trilith plan {request.name}", "".join(body), command="trilith plan")
 
 
 def _schedule(search: Found) -> list[str]:
@@ -69,4 +67,4 @@ def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
         table(sweep_rows(results), head=sweep_head(results), text=3),
         "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
     ]
-    return whole_page(f"trilith plan {name}", "".join(body), mark=MARK)
+    return whole_page(f"trilith plan {name}", "".join(body), command="trilith plan")

@@ -11,14 +11,15 @@ from ...storage.small_files import read_text
 _PAGE = Path(__file__).with_name("page.html")
 
 
-def is_page_with(mark: str, seen: bytes) -> bool:
-    """Tell whether a file begins as a page with this mark, see ``whole_page``."""
+def is_page_of(command: str, seen: bytes) -> bool:
+    """Tell whether a file begins as a page that this command wrote."""
+    mark = f'<meta name="generator" content="{command}">'
     return seen.startswith(b"<!DOCTYPE html>") and mark.encode() in seen
 
 
-def whole_page(title: str, body: str, *, mark: str) -> str:
-    """Return the page around ``body`` (HTML). ``mark``: a line of its head by which such a page is known."""
-    return Template(read_text(_PAGE)).substitute(mark=mark, title=escape(title), body=body)
+def whole_page(title: str, body: str, *, command: str) -> str:
+    """Return the page around ``body`` (HTML), which ``command`` writes."""
+    return Template(read_text(_PAGE)).substitute(command=command, title=escape(title), body=body)
 
 
 def table(

@@ -12,7 +12,7 @@ from ...storage.staging import output_file
 from ...system import counted
 from ..events import flat_recipe
 from .chart import Chart, Series, shown
-from .html import folded, is_page_with, table, whole_page
+from .html import folded, is_page_of, table, whole_page
 from .record import RunRecord, read_run, with_vanished
 
 #: Key of a metrics line, title, unit, factor from the file's unit to the chart's.
@@ -30,9 +30,7 @@ COLUMNS = (
     *("mfu_causal", "mfu_full", "memory", "seconds"),
 )
 UNITS = {"memory": "memory (GiB)"}
-#: By which a report is known as one.
-_MARK = '<meta name="generator" content="trilith report">'
-_is_report = partial(is_page_with, _MARK)
+_is_report = partial(is_page_of, "trilith report")
 #: Rows of a run's table of steps; of a longer run every n-th.
 _MOST_ROWS = 1000
 
@@ -65,7 +63,7 @@ def make_report(runs: Sequence[RunRecord]) -> str:
         body.append(
             f'<section id="run-{number}">{heading}{_events(run)}{_recipe(run)}{_steps(run)}</section>'
         )
-    return whole_page(title, "".join(body), mark=_MARK)
+    return whole_page(title, "".join(body), command="trilith report")
 
 
 def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
