@@ -29,29 +29,6 @@ from .token_file import TokenFile
 _COUNTED_AT_ONCE = 2**16
 
 
-class Mixture:
-    """Token files drawn from by weight: any prefix holds each file's share of samples to within one.
-
-    Weights are positive and of any sum. A file that runs out starts its next epoch, alone, in a new order.
-    All files must come from one tokenizer.
-    """
-
-    def __init__(self, parts: Sequence[tuple[TokenFile, float]]) -> None:
-        self.files = [file for file, _ in parts]
-        self.interleave = Interleave([weight for _, weight in parts])
-        for file in self.files[1:]:
-            key, first, fingerprint = "tokenizer_fingerprint", self.files[0], file.index.tokenizer_fingerprint
-            if fingerprint != first.index.tokenizer_fingerprint:
-                expected = f"{first.index.tokenizer_fingerprint}, as of {first.path}"
-                todo = "Tokenize all files of a mixture with one tokenizer"
-                raise BadInput(file.paths.index, key, expected=expected, found=fingerprint, todo=todo)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return a number that is larger than every id."""
-        return max(file.vocab_size for file in self.files)
-
-
 class SampleOrder(ABC):
     """Say which sample each row of a step is: the same for any number of data ranks.
 
@@ -114,14 +91,17 @@ class SampleOrder(ABC):
 class GlobalBatches(SampleOrder):
     """Make batches of ``global_batch`` rows of ``sequence_length`` tokens each.
 
-    Running text gives windows, a chat set whole samples: see ``rows``.
+    Running text gives windows, a chat set whole samples: see ``rows``. Several token files are drawn from by
+    weight, which is positive and of any sum: any prefix holds each file's share of samples to within one. A
+    file that runs out starts its next epoch, alone, in a new order. All files must come from one tokenizer.
+    ``vocab_size`` is larger than every id.
 
     ``BadInput`` for a file that does not fill one window, or whose samples do not fit.
     """
 
     def __init__(
         self,
-        tokens: TokenFile | Mixture,
+        tokens: TokenFile | Sequence[tuple[TokenFile, float]],
         sequence_length: int,
         global_batch: int,
         seed: int,
@@ -132,11 +112,17 @@ class GlobalBatches(SampleOrder):
     ) -> None:
         if sequence_length < 1:
             raise BadInput("data", "sequence_length", expected="at least 1", found=sequence_length)
-        self.sequence_length, self.vocab_size = sequence_length, tokens.vocab_size
-        mixture = tokens if isinstance(tokens, Mixture) else Mixture([(tokens, 1)])
-        self.files = mixture.files
-        self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in mixture.files]
-        super().__init__(mixture.interleave, [len(rows) for rows in self._rows], global_batch, seed)
+        mixture = [(tokens, 1.0)] if isinstance(tokens, TokenFile) else tokens
+        interleave, self.files = Interleave([weight for _, weight in mixture]), [file for file, _ in mixture]
+        for file in self.files[1:]:
+            key, first, fingerprint = "tokenizer_fingerprint", self.files[0], file.index.tokenizer_fingerprint
+            if fingerprint != first.index.tokenizer_fingerprint:
+                expected = f"{first.index.tokenizer_fingerprint}, as of {first.path}"
+                todo = "Tokenize all files of a mixture with one tokenizer"
+                raise BadInput(file.paths.index, key, expected=expected, found=fingerprint, todo=todo)
+        self.sequence_length, self.vocab_size = sequence_length, max(file.vocab_size for file in self.files)
+        self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in self.files]
+        super().__init__(interleave, [len(rows) for rows in self._rows], global_batch, seed)
 
     @property
     def fingerprint(self) -> str:

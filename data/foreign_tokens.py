@@ -12,6 +12,7 @@ and the number of ids.
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -79,15 +80,11 @@ def index_tokens(
     paths = TokenPaths.of(out)
     in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
     check_place(paths.name)
-
-    def refuse() -> None:
-        made = [path for path in paths.all if path not in (paths.tokens, paths.megatron)]
-        refuse_taken(staged_as, paths.index, made if in_place else paths.all)
-
+    mine = [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
     # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
     # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
     staged_as = paths.index if in_place else paths.name
-    staging = Staging.begin(staged_as, refuse)
+    staging = Staging.begin(staged_as, partial(refuse_taken, staged_as, paths.index, mine))
     try:
         hashes, begun = FileHashes(), 0
         for at, ids in _parts(foreign):
@@ -99,7 +96,9 @@ def index_tokens(
             on_progress(ids.nbytes)
         places = {}
         if not in_place:
-            os.symlink(_target(foreign.path, paths.tokens), staging.directory / "tokens")
+            # A relative path, so that a folder with both can be moved as one.
+            target = os.path.relpath(os.path.realpath(foreign.path), os.path.realpath(paths.tokens.parent))
+            os.symlink(target, staging.directory / "tokens")
             places["tokens"] = paths.tokens
         return publish_tokens(
             staging, paths, foreign.offsets, [hashes], places,
@@ -132,16 +131,9 @@ def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where
         first = int(np.argmax(ids >= vocab_size))
         id = int(ids[first])
         id -= 2**32 if id >= 2**31 else 0  # Megatron's ids have a sign
-        expected, todo = (
-            f"0 to {vocab_size - 1}, the tokenizer's ids",
-            "Name the tokenizer that made the file",
-        )
+        expected = f"0 to {vocab_size - 1}, the tokenizer's ids"
+        todo = "Name the tokenizer that made the file"
         raise BadInput(where, f"token {at + first}", expected=expected, found=id, todo=todo)
-
-
-def _target(tokens: Path, link: Path) -> str:
-    """Return what the link says: a relative path, so that a folder with both can be moved as one."""
-    return os.path.relpath(os.path.realpath(tokens), os.path.realpath(link.parent))
 
 
 def datatrove_files(path: Path) -> list[Path]:
@@ -163,10 +155,8 @@ def read_datatrove(path: Path) -> ForeignTokens:
     size = stat_regular(path).st_size
     ends_size = stat_regular(index, todo="Tokenize with save_index=True").st_size
     if loss.exists():
-        expected, todo = (
-            "no mask of the loss: every token is learnt here",
-            "trilith tokenize --chat makes one",
-        )
+        expected = "no mask of the loss: every token is learnt here"
+        todo = "trilith tokenize --chat makes one"
         raise BadInput(loss, expected=expected, found="one", todo=todo)
     if not ends_size or ends_size % 8:
         raise BadInput(index, "size", expected="8 bytes for each document", found=ends_size)

@@ -53,8 +53,10 @@ def read_megatron(prefix: Path) -> ForeignTokens:
     lengths = np.memmap(where, _LENGTH, "r", _HEADER.size, (sequences,))
     pointers = np.memmap(where, _POINTER, "r", _HEADER.size + lengths.nbytes, (sequences,))
     documents = np.memmap(where, _POINTER, "r", _HEADER.size + lengths.nbytes + pointers.nbytes, (bounds,))
-    if status.st_size > size:
-        _check_modes(np.memmap(where, np.int8, "r", size, (sequences,)), where)
+    if status.st_size > size and (modes := np.memmap(where, np.int8, "r", size, (sequences,))).any():
+        at = int(np.flatnonzero(modes)[0])  # a mode tells the pictures from the words
+        mode = f"mode {modes[at]}: a data set of several kinds"
+        raise BadInput(where, f"sequence {at}", expected="mode 0, text", found=mode)
     itemsize = little_endian(dtype).itemsize
     end = _check_sequences(lengths, pointers, itemsize, where)
     if tokens != end * itemsize:
@@ -86,14 +88,6 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
         counts = f"{sequences} sequences, {bounds} bounds of documents"
         raise BadInput(where, expected="at least one sequence and two bounds", found=counts)
     return dtype, sequences, bounds
-
-
-def _check_modes(modes: NDArray[np.int8], where: Path) -> None:
-    """Refuse sequences that are not text: a mode tells the pictures from the words."""
-    if modes.any():
-        at = int(np.flatnonzero(modes)[0])
-        mode = f"mode {modes[at]}: a data set of several kinds"
-        raise BadInput(where, f"sequence {at}", expected="mode 0, text", found=mode)
 
 
 def _check_sequences(

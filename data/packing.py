@@ -29,9 +29,8 @@ class Rows:
         return self.samples[self.starts[row] : self.starts[row + 1]]
 
 
-def one_a_row(samples: ArrayLike) -> Rows:
+def one_a_row(samples: Ids) -> Rows:
     """Give each sample a row of its own, without packing."""
-    samples = np.asarray(samples, dtype=np.int64)
     return Rows(samples, np.arange(len(samples) + 1, dtype=np.int64))
 
 

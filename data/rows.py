@@ -1,6 +1,7 @@
 """Make rows for a step from a token file: windows of running text, or whole samples."""
 
-from typing import Literal, Protocol, get_args
+from dataclasses import replace
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,25 +21,14 @@ Samples = Literal["packed", "single"]
 Overlong = Literal["refuse", "truncate", "drop"]
 
 
-class Rows(Protocol):
-    """Define rows 0 to ``len - 1``, of ``length`` places each; a row is always the same."""
+def rows_of(
+    file: TokenFile, length: int, documents: str, samples: str, overlong: str
+) -> "WindowRows | SampleRows":
+    """Make windows of running text, or samples of a chat set; ``BadInput`` if the file gives no row.
 
-    fingerprint: str  # of the file, and of how rows are made from it
-    separate: bool  # whether a row's positions say more than 0, 1, 2 and so on
-
-    def __len__(self) -> int: ...
-
-    def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
-        """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
-        ...
-
-    def count_labels(self, rows: Ids) -> int:
-        """Return how many labels count in these rows, a row as often as it is named; reads no token."""
-        ...
-
-
-def rows_of(file: TokenFile, length: int, documents: str, samples: str, overlong: str) -> Rows:
-    """Make windows of running text, or samples of a chat set; ``BadInput`` if the file gives no row."""
+    Rows are of ``length`` places each; a row is always the same. ``fingerprint``: of the file, and of how
+    rows are made from it. ``separate``: whether a row's positions say more than 0, 1, 2 and so on.
+    """
     for key, value, known in (
         ("documents", documents, get_args(Documents)),
         ("samples", samples, get_args(Samples)),
@@ -71,6 +61,7 @@ class WindowRows:
         return (len(self.file.tokens) - 1) // self.length
 
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
+        """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
         begin = row * self.length
         window = self.file.ids(begin, begin + self.length + 1)
         ids[:], labels[:] = window[:-1], window[1:]
@@ -82,6 +73,7 @@ class WindowRows:
             restart(positions, starts[starts < self.length])
 
     def count_labels(self, rows: Ids) -> int:
+        """Return how many labels count in these rows, a row as often as it is named; reads no token."""
         if not self.separate:
             return len(rows) * self.length
         ends = np.searchsorted(self.file.documents, rows * self.length + np.array([[1], [self.length + 1]]))
@@ -119,7 +111,7 @@ class SampleRows:
         self._places = np.minimum(places, length)
         if packed:
             rows = pack(self._places[keep], length)
-            self.rows = type(rows)(keep[rows.samples], rows.starts)
+            self.rows = replace(rows, samples=keep[rows.samples])
         else:
             self.rows = one_a_row(keep)
         #: How many tokens of each sample are labels that count; below 0 where nobody has asked.

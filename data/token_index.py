@@ -194,7 +194,9 @@ def _check_size(path: Path, size: int, meaning: str) -> None:
 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
-    """Return the document offsets, after checking their hash in the index."""
+    """Return the document offsets, after checking their hash in the index, and that they rise from 0 to the
+    number of tokens.
+    """
     size, longest = _size_of(path), 8 * (index.documents + 1) + 4096
     if size > longest:
         raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
@@ -206,22 +208,18 @@ def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
         offsets = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise BadInput(path, expected="an array of int64", found="something else") from error
-    check_offsets(offsets, index.documents, index.tokens, path)
-    return np.asarray(offsets, dtype=np.int64)
-
-
-def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> None:
-    """Check that offsets rise from 0 to the number of tokens, and are one more than the documents."""
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.dtype("<i8"):
-        raise BadInput(where, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
-    if offsets.shape != (documents + 1,):
-        raise BadInput(where, "shape", expected=(documents + 1,), found=offsets.shape)
-    if offsets[0] != 0 or offsets[-1] != tokens:
-        raise BadInput(where, "bounds", expected=f"0 to {tokens}", found=f"{offsets[0]} to {offsets[-1]}")
+        raise BadInput(path, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
+    if offsets.shape != (index.documents + 1,):
+        raise BadInput(path, "shape", expected=(index.documents + 1,), found=offsets.shape)
+    if offsets[0] != 0 or offsets[-1] != index.tokens:
+        bounds = f"{offsets[0]} to {offsets[-1]}"
+        raise BadInput(path, "bounds", expected=f"0 to {index.tokens}", found=bounds)
     falls = np.flatnonzero(np.diff(offsets) <= 0)
     if falls.size:
         at = int(falls[0])
-        raise BadInput(where, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
+        raise BadInput(path, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
+    return np.asarray(offsets, dtype=np.int64)
 
 
 def _size_of(path: Path) -> int:

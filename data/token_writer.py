@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -103,7 +104,8 @@ class TokenWriter:
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
         identity = hashlib.sha256(self._job.encode()).hexdigest()[:16] if self._job else None
-        self._staging = Staging.begin(self._paths.name, self._refuse_taken_name, identity=identity)
+        refuse = partial(refuse_taken, self._paths.name, self._paths.index, self._paths.all)
+        self._staging = Staging.begin(self._paths.name, refuse, identity=identity)
         try:
             self._journal = Journal(self._staging.directory / "journal", Mark)
             self._open()
@@ -244,9 +246,6 @@ class TokenWriter:
 
     def _sha256(self) -> dict[str, str]:
         return {name: hashes.sha256.hexdigest() for name, hashes in self._hashes.items()}
-
-    def _refuse_taken_name(self) -> None:
-        refuse_taken(self._paths.name, self._paths.index, self._paths.all)
 
 
 def _parts(path: Path) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,10 +13,18 @@ import torch
 
 from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..parallel_state import Layout, ParallelState, dtype_named
-from ..runs.command_ranks import leave_figures, start_ranks
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
-from ..runs.launch import check_launch, check_local, device_here, own_rank, process_group, ranks_are_started
+from ..runs.launch import (
+    check_launch,
+    check_local,
+    device_here,
+    launch,
+    own_rank,
+    process_group,
+    ranks_are_started,
+)
+from ..storage.small_files import read_text
 
 if TYPE_CHECKING:
     from ..models import CausalLM
@@ -48,6 +57,8 @@ class Weights:
 
 
 Read = TypeVar("Read", bound=Weights)
+#: In the status folder, what the first rank has to say at the end: the ranks' stderr is the launcher's log.
+_FIGURES = "figures"
 
 
 def run_on_ranks(
@@ -72,7 +83,7 @@ def run_on_ranks(
         check_local(layout, device=device)
         if layout.world > 1:
             prepare()  # bad input is said once and at once, before any rank starts
-            return start_ranks(words, layout.world, note)
+            return _start_ranks(words, layout.world, note)
     check_launch(layout, device=device)
     with ExitStack() as stack:
         if status is not None:
@@ -83,5 +94,18 @@ def run_on_ranks(
         state = stack.enter_context(process_group(layout, device=device, alike=alike))
         figures = work(prepared, state, device)
         if own_rank() == 0:
-            leave_figures(figures, note, status)
+            if status is None:
+                note(figures)
+            else:
+                (status / _FIGURES).write_text(figures)
     return 0
+
+
+def _start_ranks(words: Sequence[str], world: int, note: Callable[[str], None]) -> int:
+    """Run the command, whose ``words`` they get again, on local ranks; the exit code."""
+    with tempfile.TemporaryDirectory(prefix=f"trilith-{words[0]}-") as folder:
+        code = launch([*words, "--status", folder], world, Path(folder))
+        figures = Path(folder) / _FIGURES
+        if figures.exists():
+            note(read_text(figures))
+    return code

@@ -156,8 +156,7 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
     start = max(known, key=lambda status: status.time).run
     ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
     last = _judged(ranks, first_failure(folder, run=start))
-    further = {0: _of_goal, BadInput.exit_code: _before}
-    return replace(last, text=last.text + further[last.code](run)) if last.code in further else last
+    return replace(last, text=last.text + _more_of(run, last.code))
 
 
 def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
@@ -177,26 +176,20 @@ def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
     return Outcome(0, f"finished after step {last}")
 
 
-def _of_goal(run: Path) -> str:
-    """Return how many steps the recipe has, where ``stop_after`` ended the run before them."""
-    event = _last_event(run)
-    early = event.get("event") == "finished" and event["step"] < event["goal"]
-    return f" of {event['goal']:,}, as asked" if early else ""
-
-
-def _last_event(run: Path) -> dict[str, Any]:
-    return next(reversed(read_events(run / "events.jsonl")), {})
-
-
-def _before(run: Path) -> str:
-    """Return how the run ended before a start that was refused and did nothing; empty if it had not begun.
+def _more_of(run: Path, code: int | None) -> str:
+    """Return how many steps the recipe has, where ``stop_after`` ended the run before them; how the run ended
+    before a start that was refused and did nothing; otherwise an empty text.
 
     A start that has begun to train has noted its own failure as the run's last event.
     """
     ends = {"finished": "finished", "stopped": "stopped and saved"}
-    event = _last_event(run)
-    end = ends.get(event.get("event", ""))
-    return "" if end is None else f"; before that start the run {end} after step {event['step']}"
+    event: dict[str, Any] = next(reversed(read_events(run / "events.jsonl")), {})
+    if (end := ends.get(event.get("event", ""))) is None:
+        return ""
+    if code == BadInput.exit_code:
+        return f"; before that start the run {end} after step {event['step']}"
+    early = code == 0 and end == "finished" and event["step"] < event["goal"]
+    return f" of {event['goal']:,}, as asked" if early else ""
 
 
 def _changed(path: Path) -> float:

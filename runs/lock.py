@@ -102,7 +102,15 @@ def _take(folder: Path, patience: float | None = None) -> FileLock:
     _refuse_folder_of_others(folder)
     patience = _PATIENCE if patience is None else patience
     deadline, announced = time.monotonic() + patience, False
-    while (lock := _try_to_take(folder)) is None:
+    while True:
+        try:
+            lock = FileLock.take(_file(folder))
+        except OSError as error:
+            expected = "a folder that can be written to, with locks"
+            failure = f"{_file(folder)}: {error.strerror}"
+            raise BadInput("recipe", "out", expected=expected, found=failure) from None
+        if lock is not None:
+            break
         if time.monotonic() > deadline:
             expected = "a folder that no other run is using"
             todo = "Wait for that run, or choose another folder"
@@ -116,14 +124,3 @@ def _take(folder: Path, patience: float | None = None) -> FileLock:
         time.sleep(0.2)
     clear_status(status_folder(folder))
     return lock
-
-
-def _try_to_take(folder: Path) -> FileLock | None:
-    try:
-        return FileLock.take(_file(folder))
-    except OSError as error:
-        expected, failure = (
-            "a folder that can be written to, with locks",
-            f"{_file(folder)}: {error.strerror}",
-        )
-        raise BadInput("recipe", "out", expected=expected, found=failure) from None

@@ -89,7 +89,9 @@ class StepLog:
     """
 
     def __init__(self, path: Path, *, start: int) -> None:
-        self.path, self.logged = path, steps_in(path) if start else 0
+        self.path, self.logged = path, 0
+        if start:
+            self.logged = max((line["step"] + 1 for line in read_metrics(path)), default=0)
         path.parent.mkdir(parents=True, exist_ok=True)
         good, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
         if broken:
@@ -125,14 +127,11 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in line.items() if value is not None}
+    odd = {key for key, value in known.items() if isinstance(value, float) and not math.isfinite(value)}
     return {
-        key: _finite(value) if isinstance(value, Mapping) else None if _is_odd(value) else value
+        key: _finite(value) if isinstance(value, Mapping) else None if key in odd else value
         for key, value in known.items()
     }
-
-
-def _is_odd(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -141,11 +140,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A line that is broken, or names no step, is passed over.
     """
     return [line for line in read_good_lines(path) if _step(line) is not None]
-
-
-def steps_in(path: Path) -> int:
-    """Return how many steps a run has logged, up to the last; 0 if there is no file."""
-    return max((line["step"] + 1 for line in read_metrics(path)), default=0)
 
 
 def is_whole(line: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ _LEFT, _LONGEST = "left", timedelta(days=365)
 _GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
 
+@quiet_libraries()
 def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     """Return the store for ``init_process_group``, once all ranks of torchrun's environment have come.
 
@@ -34,11 +35,6 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
     every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the
     ranks that differ and in what. Torch's own account of a failure, up to a hundred lines, is dropped.
     """
-    with quiet_libraries():
-        return _join(here, card, timeout)
-
-
-def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     rank, world = here.rank, here.world
     store = _shared(here, timeout)
     store.set(f"card/{rank}", json.dumps(dict(card)))
@@ -59,16 +55,16 @@ def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.S
     return store
 
 
+@quiet_libraries()
 def wait_as_spare(here: Launched, timeout: timedelta) -> None:
     """Wait, as a rank that the layout does not use, until the first rank has left; take no part in the run.
 
     If such a rank ended at once, torchrun would count it as finished and not start it again after a failure.
     Raises ``PeerFailed`` if the first rank does not come within ``timeout``.
     """
-    with quiet_libraries():
-        store = _shared(here, timeout)
-        with suppress(dist.DistError):  # the store is gone: so is the run
-            store.wait([_LEFT], _LONGEST)
+    store = _shared(here, timeout)
+    with suppress(dist.DistError):  # the store is gone: so is the run
+        store.wait([_LEFT], _LONGEST)
 
 
 def tell_spares(store: dist.Store) -> None:

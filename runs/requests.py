@@ -143,19 +143,11 @@ def agree_on_requests(
     Signals and errors reach ranks at different moments. Collective over all ranks.
     """
     asked = signals.asked(state.rank) or switches.on(Switches.stop)
-    stop, save, kill, any_failed, most_memory = all_reduce_max(
-        state, asked, switches.on(Switches.save), switches.on(Switches.kill), failed, memory
-    )
+    numbers = [asked, switches.on(Switches.save), switches.on(Switches.kill), failed, memory]
+    if state.layout.world > 1:
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        # Not over the group of the files: a save in the background may be using it.
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        numbers = largest.tolist()
+    stop, save, kill, any_failed, most_memory = numbers
     return Requests(stop, bool(save), bool(kill), bool(any_failed)), most_memory
-
-
-def all_reduce_max(state: ParallelState, *numbers: int) -> list[int]:
-    """Return the largest of each number over all ranks.
-
-    The group of the files is not used: a save in the background may be using it.
-    """
-    if state.layout.world == 1:
-        return [*numbers]
-    largest = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return [int(number) for number in largest]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..data.batches import GlobalBatches, Mixture
+from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..data.text.tokenizer_identity import give_the_same_ids
 from ..data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
@@ -146,11 +146,9 @@ def _opened(
         names = [section.tokens] if isinstance(section.tokens, str) else section.tokens
         files = [TokenFile.open(Path(name)) for name in names]
         check_weights(weights, len(files))
-        source: TokenFile | Mixture = files[0]
-        if len(files) > 1:
-            source = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
+        mixture = list(zip(files, weights or [float(len(file.tokens)) for file in files], strict=True))
         return GlobalBatches(
-            source, length, global_batch, seed,
+            mixture if len(files) > 1 else files[0], length, global_batch, seed,
             documents=data.documents, samples=data.samples, overlong=data.overlong,
         )  # fmt: skip
     modules = [section.module] if isinstance(section.module, str) else section.module

@@ -47,25 +47,21 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens; ``UnicodeEncodeError`` for a lone surrogate."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids``, with nothing left out and nothing tidied."""
-        ...
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of ``text`` as at the start of a document.
 
         The first one is a special token if the tokenizer's files ask for it.
         """
-        ...
 
     def chat(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer, or raise ``BadInput``.
 
         The chat template writes the conversation.
         """
-        ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -50,16 +50,19 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
 
 def make_report(runs: Sequence[RunRecord]) -> str:
     """Return the page. All text from a run's files is escaped."""
-    title = f"Training run: {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
+    names, several = [run.name for run in runs], len(runs) > 1
+    title = f"{len(runs)} runs compared" if several else f"Training run: {runs[0].name}"
+    columns = [_facts(run) for run in runs]
+    summary = ([key, *(facts[key] for facts in columns)] for key in columns[0])
     body = [
         f"<h1>{escape(title)}</h1>",
-        _summary(runs),
+        table(summary, caption="In short", head=["run", *names] if several else ()),
         "<h2>Curves</h2>",
         f'<div class="charts">{"".join(_charts(runs))}</div>',
-        _differences(runs) if len(runs) > 1 else "",
+        _differences(runs) if several else "",
     ]
     for number, run in enumerate(runs):
-        heading = f"<h2>{escape(run.name)}</h2>" if len(runs) > 1 else ""
+        heading = f"<h2>{escape(run.name)}</h2>" if several else ""
         body.append(
             f'<section id="run-{number}">{heading}{_events(run)}{_recipe(run)}{_steps(run)}</section>'
         )
@@ -86,13 +89,6 @@ def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
 
 def _scaled(points: list[tuple[int, float | None]], factor: float) -> list[tuple[int, float | None]]:
     return [(x, None if y is None else y * factor) for x, y in points]
-
-
-def _summary(runs: Sequence[RunRecord]) -> str:
-    columns = [_facts(run) for run in runs]
-    rows = ([key, *(facts[key] for facts in columns)] for key in columns[0])
-    head = ["run", *(run.name for run in runs)] if len(runs) > 1 else ()
-    return table(rows, caption="In short", head=head)
 
 
 def _facts(run: RunRecord) -> dict[str, str]:

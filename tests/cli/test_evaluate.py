@@ -11,8 +11,8 @@ from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.data.token_writer import TokenWriter
+from trilith.generation import command
 from trilith.machine.random_files import write_tokens
-from trilith.runs import command_ranks
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
@@ -52,7 +52,7 @@ PIPELINE = ("--pipeline", "2", "--batch", "3")
 
 @pytest.mark.parametrize("layout", [(), ("--tensor", "2"), pytest.param(PIPELINE, marks=pytest.mark.slow)])
 def test_it_is_the_loss_of_a_run_in_every_layout(place, capfd, layout, monkeypatch):
-    monkeypatch.setattr(command_ranks, "launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     *_, last = read_metrics(place / "run" / "metrics.jsonl")
     shown = figures(capfd, place / "run", place / "held-out", *ROWS, *layout)
     assert shown["loss"] == pytest.approx(last["evaluation_loss"], rel=1e-10)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.runs import command_ranks
+from trilith.generation import command
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
@@ -153,7 +153,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
         (status / "figures").write_text("so many tokens")
         return 3
 
-    monkeypatch.setattr(command_ranks, "launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     asked = words(folder, "-p", "dog", "--tensor", "2", "--pipeline", "2")
     assert run(asked) == 3
     ((arguments, world),) = started

@@ -16,7 +16,7 @@ from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batch import BatchParts
-from trilith.data.batches import GlobalBatches, MicroBatches, Mixture
+from trilith.data.batches import GlobalBatches, MicroBatches
 from trilith.data.prefetch import Prefetch
 from trilith.data.shuffle import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
@@ -51,7 +51,7 @@ def make(tmp_path):
 )
 def test_rows_and_epochs_are_said(weights, steps, words, tmp_path):
     files = [write_token_file(tmp_path / str(number), [range(81)]) for number in range(len(weights))]
-    mixture = Mixture(list(zip(files, weights, strict=True)))
+    mixture = list(zip(files, weights, strict=True))
     assert GlobalBatches(mixture, 8, 2, seed=0).described(steps) == words
 
 
@@ -81,7 +81,7 @@ def kinds(tmp_path_factory):
     samples = [range(10 * n, 11 * n) for n in range(1, 8)]
     learnt = [[1] * len(ids) for ids in samples]
     chat = write_token_file(folder / "chat", samples, learnt, vocab_size=70_000, tokenizer_fingerprint="t")
-    return file, Mixture([(file, 2), (other, 1)]), Mixture([(chat, 2), (other, 1)])
+    return file, [(file, 2), (other, 1)], [(chat, 2), (other, 1)]
 
 
 @settings(max_examples=drawn(40), deadline=None)
@@ -158,7 +158,7 @@ def test_there_is_no_state_but_the_step(make):
 
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
     files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, 1000), make("c", 8 * 30 + 1, 2000)]
-    data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
+    data = GlobalBatches(list(zip(files, [5, 3, 2], strict=True)), 8, 10, seed=0)
     assert data.samples == 80
     pairs = (zip(*data.sample_ids(step, range(10)), strict=True) for step in range(8))
     drawn = [(int(source), int(number)) for step in pairs for source, number in step]
@@ -174,7 +174,7 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make)
 
 def test_files_of_one_size_have_orders_of_their_own(make):
     files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
-    data = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0)
+    data = GlobalBatches([(file, 1) for file in files], 8, 100, seed=0)
     sources, ids = data.sample_ids(0, range(100))
     assert (ids[sources == 0] != ids[sources == 1]).any()
 
@@ -183,10 +183,10 @@ def test_f12_fingerprints_name_files_and_shares(make):
     a, b = make("a", 100), make("b", 100, 7)
     prints = {
         GlobalBatches(tokens, 8, 1, seed=0).fingerprint
-        for tokens in (a, b, Mixture([(a, 1), (b, 1)]), Mixture([(b, 1), (a, 1)]), Mixture([(a, 2), (b, 1)]))
+        for tokens in (a, b, [(a, 1), (b, 1)], [(b, 1), (a, 1)], [(a, 2), (b, 1)])
     }
     assert len(prints) == 5
-    doubled, plain = (GlobalBatches(Mixture([(a, w), (b, w)]), 8, 1, seed=0) for w in (2, 1))
+    doubled, plain = (GlobalBatches([(a, w), (b, w)], 8, 1, seed=0) for w in (2, 1))
     assert doubled.fingerprint == plain.fingerprint
 
 

@@ -10,7 +10,7 @@ import torch
 from support.refusals import Refused, refusals
 from support.token_files import change_index, write_token_file
 from trilith.data import Batch, TokenFile
-from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
 from trilith.data.rows import SampleRows, rows_of
 from trilith.data.shuffle import permute, piece_of, positions_of
@@ -35,7 +35,7 @@ test_places_in_an_epoch_that_cannot_be_are_refused = refusals(
     raw("mixture-of-nothing", partial(Interleave, []), "mixture"),
     raw("mixture-of-too-many", partial(Interleave, [1] * (LONGEST_PERIOD + 1)), "mixture"),
     *(raw(f"mixture-{bad}", partial(Interleave, [1.0, bad]), "mixture") for bad in (0.0, -2.0, nan, inf)),
-    raw("mixture-of-no-files", partial(Mixture, []), "at least one"),
+    raw("mixture-of-no-files", partial(GlobalBatches, [], 8, 1, 0), "at least one"),
 )
 
 
@@ -55,7 +55,7 @@ def files(why, says, call, **written):
 
 
 def mixed(*files):
-    return GlobalBatches(Mixture([(file, 1) for file in files]), 8, 1, 0)
+    return GlobalBatches([(file, 1) for file in files], 8, 1, 0)
 
 
 def check_ids(ids, labels):

@@ -16,7 +16,7 @@ from support.refusals import Refused, refusal_of, refusals
 from support.short_runs import losses, run_and_listen, run_recipe, train, whole_tensors, write_recipe
 from support.token_files import write_token_file
 from trilith.cli.app import run
-from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.batches import GlobalBatches
 from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
 from trilith.layers import IGNORE
@@ -366,7 +366,7 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
         TokenFile.open(write_tokens(tmp_path / f"t{n}", count=4 * size + 1)) for n, size in enumerate(sizes)
     ]
     weights = [3.0, 1.0] if several else None
-    source = Mixture(list(zip(files, weights, strict=True))) if several else files[0]
+    source = list(zip(files, weights, strict=True)) if several else files[0]
     tokens = GlobalBatches(source, 4, 6, 5)
     sets = [[{"n": torch.tensor([k, n])} for n in range(size)] for k, size in enumerate(sizes)]
     items = ItemBatches([(each, f"set {k}") for k, each in enumerate(sets)], weights, 4, 6, 5)
