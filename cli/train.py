@@ -85,13 +85,8 @@ def train(
 
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory, exact=exact, html=html)
         return
-    only_dry = (
-        ("--rank", rank),
-        ("--device-memory", device_memory),
-        ("--exact", exact or None),
-        ("--html", html),
-    )
-    for option, value in only_dry:
+    of_dry = {"--rank": rank, "--device-memory": device_memory, "--exact": exact or None, "--html": html}
+    for option, value in of_dry.items():
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
 

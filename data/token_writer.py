@@ -58,11 +58,6 @@ class TokenWriter:
     after them: ``portions`` is their number.
     """
 
-    tokens: int
-    portions: int
-    left_out: int
-    unended: int
-
     def __init__(
         self,
         name: str | Path,

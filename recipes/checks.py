@@ -40,7 +40,7 @@ def check_recipe(recipe: Recipe, where: str) -> None:
     """Refuse numbers that do not fit each other, before anything is read or started."""
     first = chain(_model(recipe, where), _data(recipe), _own_model(recipe))
     check_rules(chain(first, _optimizer(recipe.optimizer, recipe.steps), _precision(recipe)), where)
-    layout, name = recipe.layout, recipe.pipeline_schedule
+    layout, name = recipe.layout, recipe.layout_section.schedule
     check_rules(chain(float8_rules(recipe, layout, name), _idle(recipe)), where)
     check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
     check_memory_of_pipeline(recipe.memory, layout, name, where)
@@ -235,7 +235,7 @@ def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Rule]:
     expected = "auto with several context ranks, which compute blocks of attention"
     yield Rule(backend != "auto" and layout.context > 1, "attention_backend", expected, backend)
     if recipe.compile is True:
-        yield from compile_rules(recipe, recipe.memory, layout, recipe.pipeline_schedule)
+        yield from compile_rules(recipe, recipe.memory, layout, recipe.layout_section.schedule)
     absent = [rank for rank in recipe.watch.trace_ranks if not 0 <= rank < layout.world]
     expected = f"ranks from 0 to {layout.world - 1}"
     yield from (Rule(True, "watch.trace_ranks", expected, rank) for rank in absent)

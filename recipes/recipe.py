@@ -1,7 +1,7 @@
 """Read a run from one TOML file: model, layout, data, optimizer, checkpoints; with overrides."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,7 +11,6 @@ from ..layers import PinnedBackend, Scaling
 from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation
-from ..pipeline import ScheduleName
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
@@ -123,16 +122,6 @@ class Recipe(Section):
         return (self.float8_scaling or "tensorwise") if self.compute == "float8" else None
 
     @property
-    def pipeline_schedule(self) -> ScheduleName:
-        """Return the name of the pipeline schedule."""
-        return self.layout_section.schedule
-
-    @property
-    def split(self) -> list[int] | None:
-        """Return the number of blocks of each pipeline stage; ``None`` leaves it to ``cut_stages``."""
-        return self.layout_section.split
-
-    @property
     def compiles(self) -> bool:
         """Return whether the blocks are compiled."""
         return self.compile is True or (self.compile == "auto" and self.not_compiled is None)
@@ -142,7 +131,7 @@ class Recipe(Section):
         """Return why ``compile = "auto"`` does not compile, or ``None`` if it does."""
         if self.device == "cpu":
             return 'device = "cpu"'
-        rules = compile_rules(self, self.memory, self.layout, self.pipeline_schedule)
+        rules = compile_rules(self, self.memory, self.layout, self.layout_section.schedule)
         return next((f"{rule.key} = {rule.actual}" for rule in rules if rule.broken), None)
 
     @property
@@ -163,10 +152,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     to the working directory. Raises ``BadInput`` with the key, the value expected and the value found.
     """
     path = recipe_file(path)
-    raw = read_toml(path)
-    for override in overrides:
-        _apply(raw, override)
-    return parse_recipe(raw, str(path))
+    return parse_recipe(_changed(read_toml(path), overrides), str(path))
 
 
 def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
@@ -185,25 +171,25 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the recipe with ``section.key=value`` changes, checked again."""
     # A key that is given may mean something else than the same value by default.
-    raw = recipe.model_dump(exclude_unset=True, by_alias=True)
+    return parse_recipe(_changed(recipe.model_dump(exclude_unset=True, by_alias=True), overrides))
+
+
+def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the data, changed by overrides."""
     for override in overrides:
-        _apply(raw, override)
-    return parse_recipe(raw)
-
-
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
-    *names, last = key.strip().split(".")
-    if len(names) >= DEEPEST:
-        raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
-    section = raw
-    for name in names:
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise BadInput("override", key, expected="a section", found=f"{name}={section!r}")
-    section[last] = _value(text.strip(), key)
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
+        *names, last = key.strip().split(".")
+        if len(names) >= DEEPEST:
+            raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
+        section = raw
+        for name in names:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise BadInput("override", key, expected="a section", found=f"{name}={section!r}")
+        section[last] = _value(text.strip(), key)
+    return raw
 
 
 def _value(text: str, key: str) -> Any:
@@ -217,7 +203,9 @@ def _value(text: str, key: str) -> Any:
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
-    """Return the config.json's dict of a model that starts from scratch."""
+    """Return the config.json's dict of a model that starts from scratch; refuse a key, written in the recipe,
+    that the family does not know.
+    """
     if isinstance(section.config, str):
         fields = read_json(Path(section.config))
     else:
@@ -226,22 +214,15 @@ def read_config(section: ModelSection) -> dict[str, Any]:
             fields = published_size(section.size).with_fields(fields)
     fields = implemented_by(fields, section.implementation)
     if not isinstance(section.config, str):
-        _check_written(fields)
+        where = "recipe: model.config"
+        family = family_of(fields, where)
+        # In a config.json such a key gives a warning, since other programs write some; here it is a mistake.
+        for key in family.config.unknown_keys(fields):
+            if key not in DENIED:  # which is legal where it is off
+                todo = nearest(key, map(family.config.spelled, family.config.model_fields))
+                expected = f"a key that {family.model_type} reads"
+                raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
     return fields if section.mtp is None else {**fields, "mtp": True}
-
-
-def _check_written(fields: Mapping[str, Any]) -> None:
-    """Refuse a key that the family does not know.
-
-    In a config.json such a key gives a warning, since other programs write some; in a recipe it is a mistake.
-    """
-    where = "recipe: model.config"
-    family = family_of(fields, where)
-    for key in family.config.unknown_keys(fields):
-        if key not in DENIED:  # which is legal where it is off
-            todo = nearest(key, map(family.config.spelled, family.config.model_fields))
-            expected = f"a key that {family.model_type} reads"
-            raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
 
 
 def shipped_recipes() -> list[str]:

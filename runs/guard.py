@@ -109,12 +109,6 @@ _OF_A_COLLECTIVE = ("/gloo/", "NCCL", "[c10d]", "monitoredBarrier", "mismatch be
 _LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, or layout.zero=3"
 
 
-class OutOfMemory(RuntimeError):
-    """Report that this rank needed more memory than there is."""
-
-    exit_code = 3
-
-
 @contextmanager
 def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator[Heartbeat]:
     """Write ``folder/rank<r>.json`` while the block runs: the rank lives; a failure leaves code and message.
@@ -141,7 +135,8 @@ def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
     except Exception as error:
         cause = rank_at_fault(error, here=beat.rank) == beat.rank
         if cause and not hasattr(error, "exit_code") and is_out_of_memory(error):
-            error = OutOfMemory(f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}")
+            text = f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"
+            error = MachineFailed(text)
         code = getattr(error, "exit_code", None)
         if isinstance(code, int):
             beat.end(code, str(error), cause=cause)

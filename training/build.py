@@ -91,7 +91,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
         model,
         _token_loss(model, recipe, plan.loss_chunk, state) if plan.own is None else plan.own.loss,
         micro_batch=recipe.data.micro_batch,
-        schedule=recipe.pipeline_schedule,
+        schedule=recipe.layout_section.schedule,
         state=state,
     )
     bias_rate = experts.bias_rate if experts is not None else 0.0
@@ -170,12 +170,12 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     family: Any = plan.family
     make = partial(family.build, plan.config, state=state, dtype=dtype_named(recipe.dtype))
     if isinstance(family, OwnFamily):
-        made = make(split=recipe.split)
+        made = make(split=recipe.layout_section.split)
         if state.mesh is not None and needs_memory(made):
             with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
                 torch.manual_seed(seed_of(recipe.seed, "module"))
                 resting = resting_device(state, offload=recipe.memory.offload)
-                made = make(split=recipe.split, device=resting)
+                made = make(split=recipe.layout_section.split, device=resting)
         set_up_own(made, recipe, plan.groups)
         return made
     frozen = {"base_dtype": dtype_named(recipe.compute_dtype)} if isinstance(family, AdaptedFamily) else {}

@@ -113,7 +113,7 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
-    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout_section.split)
     one_block_of_each_kind(family, config, layout)  # and the ends: they refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
@@ -132,7 +132,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     family.check_layout(config, layout)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=False)
-    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout_section.split)
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
@@ -142,7 +142,7 @@ def _plan_own(recipe: Recipe) -> Plan:
 
 def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     """Return the number of tokens whose logits exist at once: the recipe's, or what suits the run's sizes."""
-    memory, layout, name = recipe.memory, recipe.layout, recipe.pipeline_schedule
+    memory, layout, name = recipe.memory, recipe.layout, recipe.layout_section.schedule
     if not config.head_is_last:  # what comes after the output layer is not known
         if memory.loss_chunk not in ("auto", 0):
             todo, chunk = (

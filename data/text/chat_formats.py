@@ -31,10 +31,9 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
     # A table has every column in every row, and None where a row has nothing.
     record = {key: value for key, value in record.items() if value is not None}
     tools = _tools(record.get("tools"), where)
-    if "messages" in record:
-        return Conversation(_messages(record["messages"], where, "messages"), 0, tools)
-    if "conversations" in record:
-        return Conversation(_shared(record["conversations"], where), 0, tools)
+    for key in ("messages", "conversations"):
+        if key in record:
+            return Conversation(_messages(record[key], where, key), 0, tools)
     if "prompt" in record and "completion" in record:
         prompt, completion = (
             _turn(record[key], where, key, role)
@@ -63,6 +62,9 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
     messages = []
     for number, message in enumerate(value):
         at = f"{key}[{number}]"
+        if key == "conversations" and isinstance(message, dict) and "from" in message:
+            role = message["from"]
+            message = {"role": _SHARED_ROLES.get(str(role), role), "content": message.get("value")}
         if not isinstance(message, dict):
             raise BadInput(where, at, expected="a message", found=f"{message!r:.80}")
         present = {name: part for name, part in message.items() if part is not None}
@@ -73,18 +75,6 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
                 where, f"{at}.content", expected="text or a list of parts", found=repr(message.get("content"))
             )
         messages.append(present)
-    return messages
-
-
-def _shared(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise BadInput(where, "conversations", expected="a list of messages", found=f"{value!r:.80}")
-    messages = []
-    for number, message in enumerate(value):
-        if isinstance(message, dict) and "from" in message:
-            role = message["from"]
-            message = {"role": _SHARED_ROLES.get(role, role), "content": message.get("value")}
-        messages.extend(_messages([message], where, f"conversations[{number}]"))
     return messages
 
 

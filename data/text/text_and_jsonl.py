@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from ...parallel_state import BadInput
 from ...storage.safe_open import stat_regular
@@ -52,10 +52,6 @@ class Block:
     position: int  # how many bytes of the file, as stored, have been read so far
 
 
-class _Stream(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
     """Refuse inputs that are missing, of an unknown kind, or need an absent package. Returns their bytes.
 
@@ -89,7 +85,7 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Yield the file's blocks in order, of about ``size`` bytes unless a document is longer."""
     if path.is_dir() or path.name.endswith(".parquet"):
-        choose = _chat_columns if chat else functools.partial(_column, json_key)
+        choose = functools.partial(_columns, None if chat else json_key)
         first = 1
         for rows, position in read_rows(path, choose):
             yield Block(path, "rows", first, rows, position)
@@ -186,15 +182,14 @@ def _text(where: str, key: str, record: dict[str, Any]) -> str:
     return value
 
 
-def _column(key: str, names: list[str], path: Path) -> list[str]:
+def _columns(key: str | None, names: list[str], path: Path) -> list[str]:
+    """Return the columns to read: the one of the text, or those of a chat set."""
+    if key is None:
+        return [name for name in names if name in CHAT_KEYS]
     if key not in names:
         columns = f"the columns {', '.join(names)}"
         raise BadInput(path, f"column {key!r}", found=columns, todo="Name one with --json-key")
     return [key]
-
-
-def _chat_columns(names: list[str], path: Path) -> list[str]:
-    return [name for name in names if name in CHAT_KEYS]
 
 
 def _decode(block: Block, data: bytes, first: int) -> str:
@@ -207,7 +202,7 @@ def _decode(block: Block, data: bytes, first: int) -> str:
         ) from error
 
 
-def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:
+def _cut(stream: BinaryIO, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:
     """Cut the stream into pieces that end where ``end(piece)`` says that a document may end (0: nowhere)."""
     buffer, length = b"", size
     while data := stream.read(length):
@@ -239,10 +234,10 @@ def _inner_name(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".zst")
 
 
-def _decompressed(path: Path, raw: BinaryIO) -> _Stream:
+def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
     if path.name.endswith(".gz"):
-        return cast(_Stream, gzip.GzipFile(fileobj=raw))
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if path.name.endswith(".zst"):
         pyarrow = need("pyarrow", path)
-        return cast(_Stream, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
+        return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
     return raw

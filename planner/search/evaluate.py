@@ -242,7 +242,9 @@ class Evaluator:
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)
         request, length = self.request, self.recipe.data.sequence_length
-        return cut_stages(request.family, request.config, layout, length, split=self.recipe.split)
+        return cut_stages(
+            request.family, request.config, layout, length, split=self.recipe.layout_section.split
+        )
 
     def _chunk_of(self, choice: Choice, several: bool) -> int:
         """Return the number of tokens whose logits exist at once, as a run would choose it; ``several``:

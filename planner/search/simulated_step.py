@@ -68,7 +68,7 @@ def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str,
         return
     assert isinstance(planned.family, OwnFamily)
     model = own_model(planned.family, planned.config, layout)
-    stages.assume(model.outputs(work_of(recipe, planned), recipe.split))
+    stages.assume(model.outputs(work_of(recipe, planned), recipe.layout_section.split))
     if stages.has_last:  # which also tells what the loss is given
         stages.describe(
             layout.stages - 1,

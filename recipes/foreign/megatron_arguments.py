@@ -77,21 +77,16 @@ def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arg
     values: dict[str, Any] = {}
     aliases = settings_of("megatron")["aliases"]
     for key, value in raw.items():
-        name, value = _equivalent(aliases.get(key, key), value)
+        name = aliases.get(key, key)
+        for known, setting, *equivalent in settings_of("megatron")["equivalents"]:
+            if known == name and setting == value and type(setting) is type(value):  # 1 is not True here
+                name, value = equivalent
+                break
         if name in values and values[name] != value and None not in (values[name], value):
             raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
             values[name] = value
     return Arguments(values, _ranks(values), unsure)
-
-
-def _equivalent(key: str, value: Any) -> tuple[str, Any]:
-    """Return the argument that this one sets, and its value; 1 is not ``True`` here."""
-    for name, setting, *equivalent in settings_of("megatron")["equivalents"]:
-        if name == key and setting == value and type(setting) is type(value):
-            key, value = equivalent
-            break
-    return key, value
 
 
 def _ranks(values: dict[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,14 +23,10 @@ Setting = TypeVar("Setting", bool, str)
 LARGEST = 1e18
 
 
-@lru_cache(maxsize=1)
-def _settings() -> dict[str, Any]:
-    return read_toml(Path(__file__).with_name("settings.toml"))
-
-
+@cache
 def settings_of(origin: str) -> Mapping[str, Any]:
     """Return what ``settings.toml`` says of ``deepspeed``, ``trainer`` or ``megatron``."""
-    known: Mapping[str, Any] = _settings()[origin]
+    known: Mapping[str, Any] = read_toml(Path(__file__).with_name("settings.toml"))[origin]
     return known
 
 
@@ -38,11 +34,9 @@ def reason_of(origin: str, key: str) -> str:
     """Return why a setting is not in the recipe."""
     reasons = {start: why for why, words in settings_of(origin)["reasons"].items() for start in words.split()}
     fits = [start for start in reasons if key.startswith(start)]
-    return reasons[max(fits, key=len)] if fits else NO_COUNTERPART
+    return reasons[max(fits, key=len)] if fits else "there is nothing of this kind here"
 
 
-#: Why most settings are not in the recipe.
-NO_COUNTERPART = "there is nothing of this kind here"
 ULYSSES = "Ulysses deals heads out; here keys and values are gathered"
 
 #: Keys that the user may have to fill in: with what, and what stands there while the rest is checked.

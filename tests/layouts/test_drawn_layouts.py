@@ -244,8 +244,8 @@ def assert_one_device_s_training(drawn):
     case = Case(
         MODELS[drawn.model],
         made.layout,
-        schedule=made.pipeline_schedule,
-        split=None if made.split is None else tuple(made.split),
+        schedule=made.layout_section.schedule,
+        split=None if made.layout_section.split is None else tuple(made.layout_section.split),
         micro_batch=made.data.micro_batch,
         memory=made.memory,
         samples=made.data.global_batch,

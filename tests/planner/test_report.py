@@ -185,7 +185,7 @@ def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name):
     text, recipe = (Path(trilith.__path__[0]) / "recipes" / f"{name}.toml").read_text(), load_recipe(name)
     found = find_layouts(read_request(name, machine_named("h100-80gb"), None))
     memory, layout = recipe.memory, recipe.layout
-    own = Choice(layout, recipe.pipeline_schedule, recipe.data.micro_batch, memory.checkpointing)
+    own = Choice(layout, recipe.layout_section.schedule, recipe.data.micro_batch, memory.checkpointing)
     assert str(found.best[0].choice) == str(own)
     assert dry_run(recipe).rank.total == found.best[0].bytes
     _, *predicted = recipe_head(found).splitlines()
@@ -196,7 +196,7 @@ def test_the_header_of_405b_states_this_layout_and_the_runner_up():
     text = (Path(trilith.__path__[0]) / "recipes" / f"{NAME}.toml").read_text()
     recipe = load_recipe(NAME)
     evaluator = Evaluator(read_request(NAME, machine_named("h100-80gb"), None))
-    first = Choice(recipe.layout, recipe.pipeline_schedule, 1, recipe.memory.checkpointing)
+    first = Choice(recipe.layout, recipe.layout_section.schedule, 1, recipe.memory.checkpointing)
     best = evaluator.answer(first)
     waits = best.time.parts["bubble"] / best.time.seconds
     assert (

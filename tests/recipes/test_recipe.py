@@ -39,7 +39,7 @@ def recipe(tmp_path):
 def test_overrides_are_toml_values_and_bare_words(recipe):
     words = ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"]
     loaded = load_recipe(recipe, words)
-    assert (loaded.layout.tensor, loaded.split, loaded.out) == (2, [1, 2], "other/run")
+    assert (loaded.layout.tensor, loaded.layout_section.split, loaded.out) == (2, [1, 2], "other/run")
     assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
 
 
