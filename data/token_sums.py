@@ -59,15 +59,12 @@ class CheckedFile:
         if end > begin:
             size = self.items.itemsize
             first, last = begin * size // BLOCK, -(-end * size // BLOCK)
-            if not self._checked[first:last].all():
-                for block in range(first, last):
-                    self._check(block)
+            for block in np.flatnonzero(~self._checked[first:last]) + first:
+                self._check(int(block))
         items: NDArray[Any] = self.items[begin:end]
         return items
 
     def _check(self, block: int) -> None:
-        if self._checked[block]:
-            return
         checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
         if checksum != self._sums[block]:
             expected = f"the CRC-32 {int(self._sums[block]):08x} that they were written with"

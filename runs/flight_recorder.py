@@ -122,18 +122,13 @@ def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:
     """Return a sentence for each collective in which a rank waited: who waits for whom, or who calls another
     one.
     """
-    return [_wait_sentence(records, *place) for place in sorted(_waiting(records))]
-
-
-def _waiting(records: Mapping[int, Sequence[Call]]) -> set[tuple[str, tuple[int, ...], int]]:
-    """Return the first collective of each group that has not ended on some rank."""
-    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    first: dict[tuple[str, tuple[int, ...]], int] = {}  # of each group that has not ended on some rank
     for calls in records.values():
         for call in calls:
             if not call.ended:
                 place = call.group, call.ranks
                 first[place] = min(call.number, first.get(place, call.number))
-    return {(*place, number) for place, number in first.items()}
+    return [_wait_sentence(records, *place, number) for place, number in sorted(first.items())]
 
 
 def _wait_sentence(

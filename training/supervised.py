@@ -1,7 +1,8 @@
 """Train a recipe on the ranks of its layout, supervised: if it fails, one message says why."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,7 +16,6 @@ from ..models import AdaptedFamily
 from ..parallel_state import BadInput, dtype_named, launched
 from ..parallel_state.local_work import check_host_memory
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
-from ..runs.determinism import deterministic
 from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched
 from ..runs.heartbeat import status_folder, this_start
@@ -153,3 +153,29 @@ def _train(recipe: Recipe, options: Mapping[str, Any], plan: RunPlan | None) -> 
     ):
         beat.publish(start)
         Trainer(recipe, state, plan, beat=beat, signals=signals, **options).run()
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Make torch take deterministic algorithms, if ``on``; where it has none it raises ``RuntimeError``.
+
+    Enter it before anything runs on CUDA: cuBLAS reads only once how much workspace it may use, and its order
+    of sums depends on that. A value that the user has set in the environment stays. Everything is restored at
+    the end.
+    """
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = "CUBLAS_WORKSPACE_CONFIG"
+    ours = workspace not in os.environ
+    if ours:
+        os.environ[workspace] = ":4096:8"  # of the two that NVIDIA names, the faster
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        if ours:
+            del os.environ[workspace]

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ...checkpoints import Source
-from ...recipes.commented import commented_recipe
-from ...recipes.recipe import Recipe
+from ...recipes.recipe import Recipe, commented_recipe
 from ...recipes.section import sections_of
 from ...runs.events import last_recipe
 from ...storage.safe_open import read_small

@@ -123,12 +123,11 @@ class ChatTemplate:
             if conversation.prompt_length:
                 prompt = self._prompt(conversation, conversation.prompt_length, where)
                 self._check_begins(text, prompt, where)
-                learnt[_ends(encoding) <= len(prompt)] = 0
+                learnt[np.array([end for _, end in encoding["offset_mapping"]]) <= len(prompt)] = 0
             return ids, learnt
         spans = self._spans(text, conversation, where)
         encoding = self._loaded.encode_written(text, return_offsets_mapping=True)
-        ends = _ends(encoding)
-        starts = np.array([start for start, _ in encoding["offset_mapping"]], dtype=np.int64)
+        starts, ends = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         learnt = np.zeros(len(starts), dtype=np.uint8)
         for start, end in spans:
             learnt[(starts < end) & (ends > start)] = 1
@@ -208,10 +207,6 @@ class ChatTemplate:
         todo = "Mark the assistant's words in the template with {% generation %} and {% endgeneration %}"
         actual = f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}"
         raise BadInput(self._where, "chat template", expected=expected, found=actual, todo=todo)
-
-
-def _ends(encoding: Any) -> NDArray[np.int64]:
-    return np.array([end for _, end in encoding["offset_mapping"]], dtype=np.int64)
 
 
 def _own(tokenizer: FolderTokenizer) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 from ...layers import Checkpointing
 from ...parallel_state import Layout
 from ...pipeline import ScheduleName
-from ...recipes.commented import to_toml
-from ...recipes.recipe import Recipe, parse_recipe
+from ...recipes.recipe import Recipe, parse_recipe, to_toml
 from .request import Request
 
 

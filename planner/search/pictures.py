@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from ...pipeline.timetable import few_micro_batches, timetable
-from ...runs.report.figure import COLOURS, INK, new_figure, svg_of
+from ...runs.report.chart import COLOURS, INK, new_figure, svg_of
 from ...simulation.record import StepRecord
 from ...system import counted
 from ..device_memory import unit_of

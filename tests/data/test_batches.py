@@ -16,8 +16,7 @@ from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batch import BatchParts
-from trilith.data.batches import GlobalBatches, MicroBatches
-from trilith.data.prefetch import Prefetch
+from trilith.data.batches import GlobalBatches, MicroBatches, Prefetch
 from trilith.data.shuffle import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
 from trilith.layers import IGNORE

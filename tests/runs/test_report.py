@@ -15,8 +15,7 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.runs import terminal as terminal_module
 from trilith.runs.metrics import StepLog, StepMetrics, read_metrics
-from trilith.runs.report.chart import Chart, Series, thinned
-from trilith.runs.report.figure import COLOURS
+from trilith.runs.report.chart import COLOURS, Chart, Series, thinned
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import RunRecord, read_run, with_vanished
 from trilith.runs.terminal import Terminal

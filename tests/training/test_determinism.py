@@ -8,8 +8,8 @@ from support.short_runs import tiny_recipe
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes import parse_recipe
-from trilith.runs.determinism import deterministic
 from trilith.training import Step, Trainer, run
+from trilith.training.supervised import deterministic
 from trilith.training.trainer import random_seed
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

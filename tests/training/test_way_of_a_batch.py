@@ -26,7 +26,6 @@ HELPERS = {
     "data/shuffle.py": "numbers: which row of its file comes next",
     "data/token_file.py": "reads the ids of a row",
     "data/token_sums.py": "compares bytes that are read with their checksums",
-    "data/prefetch.py": "calls what makes a micro-batch, in a thread or at once",
     "training/optimizer.py": "sets the learning rate",
     "training/learning_rate.py": "the step's learning rate",
     "training/callbacks.py": "measurements, which change nothing",
