@@ -47,11 +47,8 @@ def status(
     say(last_start.text)
     if why:
         records = read_records_of(status_folder(run))
-        none = "no rank left a record of collectives"
-        none = (
-            f"{counted(len(records), 'rank')} left a record of collectives: none waited" if records else none
-        )
-        for line in who_waits(records) or [none]:
+        ranks, end = (counted(len(records), "rank"), ": none waited") if records else ("no rank", "")
+        for line in who_waits(records) or [f"{ranks} left a record of collectives{end}"]:
             say(line)
     if exit_code:
         raise typer.Exit(STILL_RUNNING if last_start.code is None else last_start.code)

@@ -102,7 +102,17 @@ def render(job: Job, file: str) -> str:
     template = read_text(_TEMPLATES / f"job{suffix}")
     code: Place = "yaml" if suffix.endswith(".yaml") else "bash"
     own = slurm_values(job) if job.system == "slurm" else pod_values(job)
-    values = {**asdict(job), "file": file, **_common(job), **own}
+    values = {
+        **asdict(job),
+        "file": file,
+        "size": f"{counted(job.nodes, 'node')} of {counted(job.ranks, 'rank')}",
+        "variables": [each._asdict() for each in VARIABLES if job.gpu or not each.gpu],
+        "hints": [each._asdict() for each in OPTIONAL if job.gpu or not each.gpu],
+        "exclude": job.exclude or None,
+        "gpus": job.ranks if job.gpu else None,
+        "cores": None if job.gpu else job.ranks,
+        **own,
+    }
     return "".join(f"{line}\n" for text in template.splitlines() for line in _lines(text, values, code))
 
 
@@ -151,17 +161,6 @@ def _place(before: str, code: Place) -> Place:
     if before.startswith("#SBATCH ") and " # " not in before:
         return "directive"
     return "comment" if before.lstrip().startswith("#") or " # " in before else code
-
-
-def _common(job: Job) -> dict[str, Any]:
-    return {
-        "size": f"{counted(job.nodes, 'node')} of {counted(job.ranks, 'rank')}",
-        "variables": [each._asdict() for each in VARIABLES if job.gpu or not each.gpu],
-        "hints": [each._asdict() for each in OPTIONAL if job.gpu or not each.gpu],
-        "exclude": job.exclude or None,
-        "gpus": job.ranks if job.gpu else None,
-        "cores": None if job.gpu else job.ranks,
-    }
 
 
 class Variable(NamedTuple):

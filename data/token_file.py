@@ -10,7 +10,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -121,37 +121,21 @@ class TokenFile:
 
         ``progress`` is called with the number of bytes read since its last call.
         """
-        paths = self.paths
-        _compare_hash(paths.tokens, self._all(self.ids, progress), self.index.sha256)
-        if self.index.targets is not None:
-            count = 0
-
-            def counted() -> Iterator[NDArray[Any]]:
-                nonlocal count
-                for part in self._all(self.learnt, progress):
-                    count += int(part.sum())
-                    yield part
-
-            _compare_hash(paths.targets, counted(), self.index.targets.sha256)
-            if count != self.index.targets.tokens:
-                expected = self.index.targets.tokens
-                raise BadInput(paths.targets, "tokens to learn", expected=expected, found=count)
-
-    def _all(
-        self, read: Callable[[int, int], NDArray[Any]], progress: Callable[[int], None]
-    ) -> Iterator[NDArray[Any]]:
-        for start in range(0, len(self.tokens), 2**22):
-            part = read(start, min(start + 2**22, len(self.tokens)))
-            progress(part.nbytes)
-            yield part
-
-
-def _compare_hash(path: Path, parts: Iterable[NDArray[Any]], expected: str) -> None:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(np.ascontiguousarray(part).data)
-    if digest.hexdigest() != expected:
-        raise BadInput(path, "sha256", expected=expected, found=digest.hexdigest())
+        files = [(self.paths.tokens, self.ids, self.index.sha256)]
+        if (described := self.index.targets) is not None:
+            files.append((self.paths.targets, self.learnt, described.sha256))
+        for path, read, sha256 in files:
+            digest = hashlib.sha256()
+            for start in range(0, len(self.tokens), 2**22):
+                part = read(start, min(start + 2**22, len(self.tokens)))
+                progress(part.nbytes)
+                digest.update(np.ascontiguousarray(part).data)
+            if digest.hexdigest() != sha256:
+                raise BadInput(path, "sha256", expected=sha256, found=digest.hexdigest())
+        count = 0 if self.targets is None else int(np.count_nonzero(self.targets))
+        if described is not None and count != described.tokens:
+            expected = described.tokens
+            raise BadInput(self.paths.targets, "tokens to learn", expected=expected, found=count)
 
 
 def names_tokens(path: str | Path) -> bool:

@@ -55,33 +55,23 @@ class RankStatus:
     run: str = ""
     started: int = 0
 
-    @property
-    def gone(self) -> bool:
-        """Tell whether the rank's process, which was on this host, runs no more."""
-        if self.host != socket.gethostname() or not has_process_info():
-            return False
-        now = process_info(self.pid)
-        return now is None or not now.alive or (self.started != 0 and now.started != self.started)
-
     def silent(self, now: float) -> bool:
         """Tell whether the rank has stopped without an end: it is silent.
 
-        Its process is gone or stopped on this host, or its last beat was long before ``now``.
+        Its process is gone or stopped on this host, or its last beat was long before ``now``. A process that
+        started at another time only has its number.
         """
         if self.code is not None:
             return False
-        if self.gone or (self.host == socket.gethostname() and _stopped(self.pid)):
-            return True
+        if self.host == socket.gethostname() and has_process_info():
+            info = process_info(self.pid)
+            if info is None or not info.alive or info.state == "T" or self.started not in (0, info.started):
+                return True
         return now - self.time > SILENT_AFTER
 
     def unheard(self, since: float) -> bool:
         """Tell whether the rank runs on another host and has not beaten after ``since`` (the disk's time)."""
         return self.code is None and self.host != socket.gethostname() and self.time <= since
-
-
-def _stopped(pid: int) -> bool:
-    info = process_info(pid)
-    return info is not None and info.state == "T"
 
 
 class Heartbeat:
@@ -96,7 +86,7 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.folder = rank, world, folder
         self._path = folder / f"rank{rank}.json"
         pid = os.getpid()
         self._status = RankStatus(
@@ -125,25 +115,15 @@ class Heartbeat:
         Only the first call counts.
         """
         if self.run is None:
-            make_folder(self._path.parent)
+            make_folder(self.folder)
             self._status = replace(self._status, run=run)
-            self._write(first=True)
+            self.write(first=True)
             self.run = run
             self._thread.start()
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder that the status is written into."""
-        return self._path.parent
-
     def at(self, phase: str, step: int) -> None:
         """Note what this rank does now; a new phase is written at once, otherwise with the next beat."""
-        new = phase != self._status.phase
-        self._write(now=new, phase=phase, step=step)
-
-    def write(self) -> None:
-        """Write the status now, so that beats of other ranks can be told to be newer than what happened."""
-        self._write()
+        self.write(now=phase != self._status.phase, phase=phase, step=step)
 
     @property
     def place(self) -> str:
@@ -153,7 +133,7 @@ class Heartbeat:
         """Write the last status of this rank at once. Only the first call counts."""
         if self._status.code is None:
             self._stop()
-            self._write(code=code, error=error, cause=cause)
+            self.write(code=code, error=error, cause=cause)
 
     def _stop(self) -> None:
         self._done.set()
@@ -165,14 +145,17 @@ class Heartbeat:
         while not self._done.wait(_BEAT):
             now, (step, written) = self._status.step, self._written
             if now != step and (now == before or time.monotonic() - written >= _STEP_EVERY):
-                self._write()
+                self.write()
             before = now
             with self._lock, suppress(OSError):
                 if self._file is not None:
                     os.utime(self._file.fileno())
 
-    def _write(self, *, now: bool = True, first: bool = False, **changes: Any) -> None:
-        """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
+    def write(self, *, now: bool = True, first: bool = False, **changes: Any) -> None:
+        """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong.
+
+        Beats of other ranks can then be told to be newer than what happened.
+        """
         with self._lock:
             self._status = replace(self._status, time=time.time(), **changes)
             if first or (now and self.run is not None and not self._replaced()):

@@ -93,7 +93,7 @@ class Trackers:
             if known:
                 write_whole(path, json.dumps(known))
             for other in others:
-                self._begin(_name_of(other), other, logged)
+                self._begin(str(getattr(other, "name", type(other).__name__)), other, logged)
                 if not start:
                     other.store_init_configuration(dict(recipe))
         except BaseException:
@@ -158,7 +158,3 @@ def _made(name: TrackerName, out: Path, project: str, known: dict[str, str], sta
     if name == "wandb":
         return tracking.WandBTracker(project, name=title, id=identity, resume="allow", dir=str(out))
     return tracking.TrackioTracker(project, name=f"{title}-{identity}", resume="allow")
-
-
-def _name_of(tracker: Tracker) -> str:
-    return str(getattr(tracker, "name", type(tracker).__name__))

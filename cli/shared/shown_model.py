@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import getdoc
 from itertools import groupby
@@ -39,7 +39,8 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
     numbers: dict[int, list[int]] = {}
     for number, kind in enumerate(kinds):
         numbers.setdefault(kind, []).append(number)
-    names = _names_in_files(family, config)
+    # Of a stack of experts, the name of the first.
+    names = {link.ours: link.hf for link in reversed(family.links(config)[0])}
     rows = [(*_row(name, declaration), names[name]) for name, declaration in declared.items()]
     lines = dict(zip(declared, aligned(rows), strict=True))
     paths = {module: path for path, module in model.named_modules()}
@@ -84,14 +85,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row of words, whose columns stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _names_in_files(family: Family, config: ModelConfig) -> Mapping[str, str]:
-    """Return Hugging Face's name of each parameter; of a stack of experts that of the first."""
-    names: dict[str, str] = {}
-    for link in family.links(config)[0]:
-        names.setdefault(link.ours, link.hf)
-    return names
 
 
 def _places(numbers: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ...parallel_state import BadInput, PeerFailed, check_workers
 from ...storage.output_places import check_place
+from ...system.machine import usable_cores
 from ..token_file import TokenFile
 from ..token_index import dtype_for
 from ..token_writer import TokenWriter
@@ -66,8 +67,7 @@ class Encoded:
 
 def useful_workers(size: int) -> int:
     """Return the number of cores, or fewer: a process must have more work than the time it takes to start."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 1 + size // _WORTH_A_PROCESS)
+    return min(usable_cores(), 1 + size // _WORTH_A_PROCESS)
 
 
 def encode_all(

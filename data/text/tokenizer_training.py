@@ -99,11 +99,8 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             raise wrong[0] from None
         # "INTERNAL: src/file.cc(123) [(condition)] The reason."
         reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
-        todo = "Give more text or another vocab_size"
-        actual = reason
-        raise BadInput(
-            "tokenizer", f"training a {model_type} vocabulary of {vocab_size}", found=actual, todo=todo
-        ) from error
+        key = f"training a {model_type} vocabulary of {vocab_size}"
+        raise BadInput("tokenizer", key, found=reason, todo="Give more text or another vocab_size") from error
     return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
 
 

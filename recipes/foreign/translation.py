@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ Setting = TypeVar("Setting", bool, str)
 LARGEST = 1e18
 
 
-@cache
+@lru_cache(maxsize=3)
 def settings_of(origin: str) -> Mapping[str, Any]:
     """Return what ``settings.toml`` says of ``deepspeed``, ``trainer`` or ``megatron``."""
     known: Mapping[str, Any] = read_toml(Path(__file__).with_name("settings.toml"))[origin]
