@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..checkpoints import Source, load_source, read_source, with_adapter
-from ..parallel_state import Layout, ParallelState, dtype_named
+from ..parallel_state import Layout, ParallelState, dtype_named, launched
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
 from ..runs.launch import (
@@ -22,7 +22,6 @@ from ..runs.launch import (
     launch,
     own_rank,
     process_group,
-    ranks_are_started,
 )
 from ..storage.small_files import read_text
 
@@ -79,7 +78,7 @@ def run_on_ranks(
     them; ``status`` is the folder that they were then given.
     """
     device = device_here(device)
-    if not ranks_are_started():
+    if launched() is None:
         check_local(layout, device=device)
         if layout.world > 1:
             prepare()  # bad input is said once and at once, before any rank starts

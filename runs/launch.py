@@ -51,11 +51,6 @@ _ENDING_AFTER = 30.0
 _TO_LEAVE = 5.0
 
 
-def ranks_are_started() -> bool:
-    """Tell whether a launcher started this process as a rank; raise ``BadInput`` for impossible variables."""
-    return launched() is not None
-
-
 def own_rank() -> int:
     """Return this process's rank among those that a launcher started; 0 if nobody started ranks."""
     here = launched()

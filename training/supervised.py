@@ -26,7 +26,6 @@ from ..runs.launch import (
     launch,
     own_rank,
     process_group,
-    ranks_are_started,
 )
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
@@ -134,7 +133,7 @@ def _train(recipe: Recipe, options: Mapping[str, Any], plan: RunPlan | None) -> 
     """Train this process's rank of the run. ``options``: the trainer's. ``plan``: if it is already made."""
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
-    handed_on = ranks_are_started() and inherits_lock(out)
+    handed_on = launched() is not None and inherits_lock(out)
     with (
         deterministic(recipe.deterministic),
         StopSignals(recipe.grace) as signals,

@@ -35,10 +35,8 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
         if key in record:
             return Conversation(_messages(record[key], where, key), 0, tools)
     if "prompt" in record and "completion" in record:
-        prompt, completion = (
-            _turn(record[key], where, key, role)
-            for key, role in (("prompt", "user"), ("completion", "assistant"))
-        )
+        prompt = _turn(record["prompt"], where, "prompt", "user")
+        completion = _turn(record["completion"], where, "completion", "assistant")
         return Conversation(prompt + completion, len(prompt), tools)
     if "instruction" in record and "output" in record:
         instructions = [_text(record[key], where, key) for key in ("instruction", "input") if record.get(key)]

@@ -171,12 +171,8 @@ class ChatTemplate:
         for number in range(conversation.prompt_length, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            prompt = self._prompt(conversation, number, where) if number else ""
-            answered = (
-                text
-                if number + 1 == len(messages)
-                else self._text(messages[: number + 1], conversation, where)
-            )
+            prompt, end = self._prompt(conversation, number, where) if number else "", number + 1
+            answered = text if end == len(messages) else self._text(messages[:end], conversation, where)
             self._check_begins(answered, prompt, where)
             self._check_begins(text, answered, where)
             spans.append((len(prompt), len(answered)))

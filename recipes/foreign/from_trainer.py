@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ...runs.trackers import TrackerName
-from .parallel_in_trainer import (
-    check_shards,
-    deepspeed_file,
-    fsdp,
-    into_deepspeed,
-    parallelism,
-    read_sizes,
-    with_arguments,
-)
+from .parallel_in_trainer import check_shards, deepspeed_file, fsdp, parallelism, read_sizes, with_arguments
 from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute
 
 _SCHEDULES = {
@@ -41,7 +33,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     sizes = read_sizes(config)
     if config.value("deepspeed"):
         deepspeed, where = deepspeed_file(config)
-        draft = with_arguments(into_deepspeed(deepspeed, sizes), where, config.raw, ranks)
+        draft = with_arguments(deepspeed, where, config.raw, sizes, ranks)
     elif ranks is None and sizes.ranks > 1:
         ranks = sizes.ranks
     elif ranks is None:

@@ -38,16 +38,6 @@ def read_sizes(config: ForeignConfig) -> Sizes:
     return Sizes(tensor, max(context, ulysses), shard, replicate)
 
 
-def into_deepspeed(deepspeed: Mapping[str, Any], sizes: Sizes) -> Mapping[str, Any]:
-    """Return a DeepSpeed configuration with the axes added that it does not name itself."""
-    axes: dict[str, Any] = {}
-    if sizes.tensor > 1:
-        axes["tensor_parallel"] = {"autotp_size": sizes.tensor}
-    if sizes.context > 1:
-        axes["sequence_parallel_size"] = sizes.context
-    return {**axes, **deepspeed}
-
-
 def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: int) -> None:
     """Set the axes; the other ranks of ``ranks`` are data ranks."""
     replica_size = sizes.tensor * sizes.context
@@ -134,12 +124,15 @@ def deepspeed_file(config: ForeignConfig) -> tuple[Mapping[str, Any], str]:
 
 
 def with_arguments(
-    value: Mapping[str, Any], where: str, arguments: Mapping[str, Any], ranks: int | None
+    value: Mapping[str, Any], where: str, arguments: Mapping[str, Any], sizes: Sizes, ranks: int | None
 ) -> RecipeDraft:
-    """Translate a DeepSpeed configuration whose "auto" values come from TrainingArguments.
+    """Translate a DeepSpeed configuration whose "auto" values come from TrainingArguments, and so do the axes
+    that it does not name itself.
 
     It fills them in as transformers' ``HfTrainerDeepSpeedConfig`` does.
     """
+    axes: dict[str, Any] = {"tensor_parallel": {"autotp_size": sizes.tensor}} if sizes.tensor > 1 else {}
+    axes |= {"sequence_parallel_size": sizes.context} if sizes.context > 1 else {}
     rate = arguments.get("learning_rate", 5e-5)
     autos = {
         "train_micro_batch_size_per_gpu": arguments.get("per_device_train_batch_size", 8),
@@ -157,6 +150,6 @@ def with_arguments(
         "fp16.enabled": bool(arguments.get("fp16")),
         "bf16.enabled": bool(arguments.get("bf16")),
     }
-    draft = from_deepspeed(value, where, ranks=ranks, autos=autos)
+    draft = from_deepspeed({**axes, **value}, where, ranks=ranks, autos=autos)
     draft.missed = [line for line in draft.missed if not line.startswith("optimizer = null")]
     return draft
