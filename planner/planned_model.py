@@ -14,7 +14,7 @@ from ..layers import PinnedBackend, Scaling, checkpoint_blocks, numbered_blocks,
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
-from ..recipes.optimizer_sections import ParameterGroup
+from ..recipes.section import ParameterGroup
 from ..simulation.model_flops import TokenFlops
 from ..training.optimizer import freeze
 from ..training.own.module import OwnFamily

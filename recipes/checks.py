@@ -12,7 +12,7 @@ from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import check_recomputation, check_schedule, schedule_kind
 from ..system import counted
-from .optimizer_sections import OptimizerSection
+from .section import OptimizerSection
 from .sections import DataSection, EvaluationSection, ExpertsSection, MemorySection
 
 if TYPE_CHECKING:

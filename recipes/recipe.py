@@ -19,8 +19,7 @@ from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import check_recipe, compile_rules
-from .optimizer_sections import LossScaleSection, OptimizerSection
-from .section import PathText, Wait, nearest, nearest_key, sections_of
+from .section import LossScaleSection, OptimizerSection, PathText, Wait, nearest, nearest_key, sections_of
 from .sections import (
     CheckpointSection,
     DataSection,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from trilith.recipes import optimizer_sections, sections
+from trilith.recipes import section, sections
 from trilith.recipes.recipe import Recipe
 
 #: A table in a page: the section's class, perhaps some of its keys, the table; or the shipped recipes.
@@ -62,7 +62,7 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
 #: Each section's class, by its name.
 SECTIONS: dict[str, type[BaseModel]] = {
     name: model
-    for file in (sections, optimizer_sections)
+    for file in (sections, section)
     for name, model in {"Recipe": Recipe, **vars(file)}.items()
     if isinstance(model, type)
     and issubclass(model, BaseModel)

@@ -16,7 +16,7 @@ from ..models import Family, ModelConfig
 from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names, declarations
 from ..parallel_state.engine import AdamW, is_dtensor
-from ..recipes.optimizer_sections import ParameterGroup
+from ..recipes.section import ParameterGroup
 from ..system import whole_number
 
 

@@ -17,8 +17,8 @@ from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
 from ..parallel_state.user_errors import asked
 from ..pipeline import Stages
-from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe
+from ..recipes.section import ParameterGroup
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only

@@ -15,8 +15,8 @@ from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
 from ..recipes.checks import check_experts
-from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
+from ..recipes.section import ParameterGroup
 from ..runs.launch import device_here, own_rank
 from ..runs.trackers import check_trackers
 from ..simulation.kinds_of_blocks import one_block_of_each_kind

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers import Balance, Balancing
 from ..parallel_state import GradientClipping, NotTrained, ParallelState, refuse_untrained, state_of
-from ..recipes.optimizer_sections import LossScaleSection, SpikeSection
+from ..recipes.section import LossScaleSection, SpikeSection
 from ..system import counted
 from .step_sums import StepResult
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
-from ..optimizer_sections import LossScaleSection
 from ..recipe import Recipe, parse_recipe, to_toml
+from ..section import LossScaleSection
 
 Setting = TypeVar("Setting", bool, str)
 

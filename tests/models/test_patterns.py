@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.refusals import refusal_of
 from trilith.models import LoraConfig, patterns
 from trilith.parallel_state import BadInput
-from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.section import ParameterGroup
 from trilith.training.optimizer import assign
 
 #: A name on which a pattern that tries all ways needs longer than anybody lives.

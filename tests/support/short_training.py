@@ -15,7 +15,7 @@ from trilith.layers import Scaling, compile_blocks, use_float8
 from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
 from trilith.parallel_state.engine import to_empty
-from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.section import ParameterGroup
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 from trilith.testing.layouts import (

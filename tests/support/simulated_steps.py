@@ -14,7 +14,7 @@ from trilith.layers import Balancing, routers
 from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState, clip_gradients
 from trilith.planner.search.simulated_step import ledger_of_rank, simulated_steps
-from trilith.recipes.optimizer_sections import LossScaleSection
+from trilith.recipes.section import LossScaleSection
 from trilith.simulation.backend import NAME
 from trilith.simulation.kernels import Kernels
 from trilith.simulation.ledger import Ledger

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import TorchDispatchMode, local_data, tensors_in
-from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.section import ParameterGroup
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw
 from trilith.training.optimizer import assign, freeze, names_of, set_learning_rate

@@ -10,8 +10,8 @@ from support.short_runs import tiny_recipe, trainer_of
 from support.stop_and_go import StopAndGo, stop_and_go
 from trilith.parallel_state import NotTrained, declarations
 from trilith.parallel_state.engine import local_data
-from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.section import LossScaleSection, SpikeSection
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training.update import MOST_OVERFLOWS, LossScale, Spikes, Update
