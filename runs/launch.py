@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import torch
@@ -40,7 +39,7 @@ from ..system.process_info import LAUNCHER
 from .guard import blame
 from .heartbeat import first_failure, make_folder, new_start, read_status
 from .rendezvous import join, tell_spares
-from .requests import PREEMPTED
+from .requests import PREEMPTED, handled_signals
 
 _LOOK_EVERY = 0.2
 #: Seconds that ranks have to end by themselves once one has failed.
@@ -175,7 +174,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile("w+") as log:
         ranks = _start(arguments, world, run, store.port, stdin=lock, stderr=log)
-        with forward_signals(ranks):
+        with handled_signals(lambda number, frame: _send(ranks, number)):
             _wait(ranks, status, run)
         codes = [rank.returncode for rank in ranks]
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
@@ -249,21 +248,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> N
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for rank in ranks:
         rank.send_signal(number)  # which does nothing to a process that has ended
-
-
-@contextmanager
-def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass SIGTERM and SIGINT on to the ranks during the block."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        _send(ranks, number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _leave_when(failed: threading.Event) -> None:

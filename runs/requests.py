@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -63,32 +64,41 @@ class Preempted(RuntimeError):
     exit_code = PREEMPTED
 
 
+@contextmanager
+def handled_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give SIGTERM and SIGINT to ``handler`` in the context; then restore the old handlers. In a thread that
+    may not handle signals (a test, a notebook) nothing is given to it.
+    """
+    before = {}
+    try:
+        with suppress(ValueError):  # not the main thread
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 class StopSignals:
-    """Set only ``stop_requested`` on SIGTERM and SIGINT in the context; then restore the old handlers.
+    """Set only ``stop_requested`` on SIGTERM and SIGINT in the context, see ``handled_signals``.
 
     If the context still lasts ``grace`` seconds after the signal (a step that takes longer), the process ends
-    with exit code 3, and with the checkpoints that it had. In a thread that may not handle signals (a test, a
-    notebook) nothing is requested.
+    with exit code 3, and with the checkpoints that it had.
     """
 
     def __init__(self, grace: float = GRACE) -> None:
         self.stop_requested, self.grace = False, grace
         self._launcher = os.getppid()
-        self._left = threading.Event()
-        self._before: dict[int, Any] = {}
+        self._left, self._restored = threading.Event(), ExitStack()
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
-                self._before[number] = signal.signal(number, self._note)
-            except ValueError:  # not the main thread
-                return self
+        self._restored.enter_context(handled_signals(self._note))
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._left.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._restored.close()
 
     def asked(self, rank: int) -> int:
         """Return 0 if nobody has asked this rank to stop, otherwise a number for ``why_stopped``.
