@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
-from .shared.parameters import As, Place, Range, from_options
+from .shared.parameters import As, Place, Range, check_weights_there, from_options
 from .shared.say import pieces_of_text, say_aside
 
 

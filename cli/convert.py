@@ -11,9 +11,8 @@ import typer
 from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
 from ..system.read_ahead import read_ahead
-from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
-from .shared.parameters import Place, Range, from_options, written
+from .shared.parameters import Place, Range, check_weights_there, from_options, written
 from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 from ..system.errors import BadInput
-from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
-from .shared.parameters import Place, Range
+from .shared.parameters import Place, Range, check_weights_there
 from .shared.say import say
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system.errors import BadInput
-from .shared.inputs import check_there
 from .shared.options import TESTED
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, check_there
 from .shared.say import say, say_json, table
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from ..system import counted
-from .shared.inputs import check_tokens_there, check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, Strict
-from .shared.parameters import As, Place, Range
+from .shared.parameters import As, Place, Range, check_tokens_there, check_weights_there
 from .shared.say import say
 
 

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .shared.inputs import check_weights_there
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
-from .shared.parameters import As, Place, Range, from_options
+from .shared.parameters import As, Place, Range, check_weights_there, from_options
 from .shared.say import pieces_of_text, say_aside
 
 

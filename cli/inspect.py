@@ -4,9 +4,8 @@ from typing import Annotated
 
 from ..system import counted
 from ..system.errors import BadInput
-from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
-from .shared.parameters import As, Place
+from .shared.parameters import As, Place, check_weights_there
 from .shared.say import print_table, say, table
 
 

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from ..system import counted
 from ..system.errors import BadInput
-from .shared.inputs import check_recipe_there
 from .shared.options import FORCE, recipe_names
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, check_recipe_there
 from .shared.say import say
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from .convert import write_weights
-from .shared.inputs import check_weights_there
 from .shared.options import WORKERS, Strict
-from .shared.parameters import Place, Range
+from .shared.parameters import Place, Range, check_weights_there
 
 
 def merge_lora(

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ..system.errors import BadInput
-from .shared.inputs import check_model_there, check_tokens_there
 from .shared.options import FORCE, GPU_TYPE, size_names
-from .shared.parameters import As, Range, from_options
+from .shared.parameters import As, Range, check_model_there, check_tokens_there, from_options
 from .shared.say import say
 
 

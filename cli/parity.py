@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 import typer
 
 from ..system.errors import BadInput
-from .shared.inputs import check_weights_there
 from .shared.options import (
     IMPLEMENTATION,
     SCHEDULES,
@@ -14,7 +13,7 @@ from .shared.options import (
     check_seed,
     schedule_names,
 )
-from .shared.parameters import As, Place, Range
+from .shared.parameters import As, Place, Range, check_weights_there
 from .shared.say import say
 
 

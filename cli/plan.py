@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..system import counted, no_garbage_search
 from ..system.errors import BadInput
 from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, check_model_there
 from .shared.say import progress_bar, say
 
 if TYPE_CHECKING:
@@ -88,11 +88,9 @@ def plan(
         trilith plan llama-3.1-70b --gpus 4 --generate --sequence-length 8192,32768
         trilith plan smollm2-135m --gpus 2 --sequence-length 512 --global-batch 8 --machine bench.json
     """
+    check_model_there(model)
     from dataclasses import replace
 
-    from .shared.inputs import check_model_there
-
-    check_model_there(model)
     from ..planner.search.report import asked, recipe_toml
     from ..planner.search.request import read_request
     from ..planner.search.sweep import asked_in_sweep, found_ones

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..system.errors import BadInput
-from .shared.inputs import check_there
 from .shared.options import FORCE
-from .shared.parameters import As, Range
+from .shared.parameters import As, Range, check_there
 from .shared.say import say
 
 

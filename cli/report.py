@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-from .shared.inputs import check_there
 from .shared.options import FORCE, Strict
-from .shared.parameters import As
+from .shared.parameters import As, check_there
 from .shared.say import say
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..system import counted
-from .shared.inputs import check_there
+from .shared.parameters import check_there
 from .shared.say import say
 
 #: Exit code with --exit-code while ranks still run.

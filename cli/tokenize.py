@@ -7,9 +7,8 @@ import typer
 
 from ..system import counted
 from ..system.errors import BadInput
-from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
-from .shared.parameters import As, Range, from_options, written
+from .shared.parameters import As, Range, check_there, from_options, written
 from .shared.say import byte_progress, say, token_progress
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.

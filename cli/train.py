@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system.errors import BadInput
-from .shared.inputs import check_recipe_there
 from .shared.options import Strict, recipe_names
-from .shared.parameters import As
+from .shared.parameters import As, check_recipe_there
 
 if TYPE_CHECKING:
     from ..training.supervised import Fit

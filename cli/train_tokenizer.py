@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
-from .shared.parameters import As
+from .shared.parameters import As, check_there
 from .shared.say import say
 
 

@@ -4,9 +4,8 @@ from typing import Annotated
 
 from ..system import counted
 from ..system.errors import BadInput
-from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES, Strict
-from .shared.parameters import As, Place
+from .shared.parameters import As, Place, check_weights_there
 from .shared.say import byte_progress, say
 
 
