@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -73,7 +72,10 @@ def useful_workers(size: int) -> int:
 def encode_all(
     blocks: Iterable[tuple[int, Block]], job: Job, loaded: Tokenizer, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
-    """Yield the blocks' results in the order of the blocks; a few blocks a worker are in flight at a time."""
+    """Yield the blocks' results in the order of the blocks; a few blocks a worker are in flight at a time.
+
+    Raises ``PeerFailed`` if a worker was killed.
+    """
     if workers == 1:
         encode = _encoder(job, loaded)
         yield from ((done, encode(block)) for done, block in blocks)
@@ -87,31 +89,22 @@ def encode_all(
     pending: deque[tuple[int, Future[Encoded]]] = deque()
     try:
         for done, block in blocks:
-            with _workers_alive():
-                pending.append((done, executor.submit(_encode_in_worker, block, job)))
+            pending.append((done, executor.submit(_encode_in_worker, block, job)))
             if len(pending) > 3 * workers:
-                yield _next(pending)
+                before, future = pending.popleft()
+                yield before, future.result()
         while pending:
-            yield _next(pending)
+            done, future = pending.popleft()
+            yield done, future.result()
+    except (
+        BrokenProcessPool,
+        EOFError,
+        ConnectionError,
+    ) as error:  # while it starts, a kill is an end of file
+        why = "a tokenizing process died, for want of memory perhaps: use fewer --workers"
+        raise PeerFailed(why) from error
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def _next(pending: deque[tuple[int, Future[Encoded]]]) -> tuple[int, Encoded]:
-    done, future = pending.popleft()
-    with _workers_alive():
-        return done, future.result()
-
-
-@contextmanager
-def _workers_alive() -> Iterator[None]:
-    """Raise ``PeerFailed`` if a worker was killed; while it starts, a kill shows as an end of file."""
-    try:
-        yield
-    except (BrokenProcessPool, EOFError, ConnectionError) as error:
-        raise PeerFailed(
-            "a tokenizing process died, for want of memory perhaps: use fewer --workers"
-        ) from error
 
 
 def _encode_in_worker(block: Block, job: Job) -> Encoded:
