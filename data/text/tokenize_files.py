@@ -96,11 +96,7 @@ def encode_all(
         while pending:
             done, future = pending.popleft()
             yield done, future.result()
-    except (
-        BrokenProcessPool,
-        EOFError,
-        ConnectionError,
-    ) as error:  # while it starts, a kill is an end of file
+    except (BrokenProcessPool, EOFError, ConnectionError) as error:  # starting, it shows as an end of file
         why = "a tokenizing process died, for want of memory perhaps: use fewer --workers"
         raise PeerFailed(why) from error
     finally:

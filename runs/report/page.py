@@ -80,15 +80,12 @@ def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
             label = title if alone else run.name
             if key == "loss":
                 label = "training" if alone else f"{run.name}: training"
-            series.append(Series(label, _scaled(run.column(key), factor), number))
+            points = [(step, None if value is None else value * factor) for step, value in run.column(key)]
+            series.append(Series(label, points, number))
             if key == "loss":
                 label, style = ("evaluation", 1) if alone else (f"{run.name}: evaluation", number)
                 series.append(Series(label, run.column("evaluation_loss"), style, marked=True))
         yield Chart(key, title, unit, series, resumed).svg()
-
-
-def _scaled(points: list[tuple[int, float | None]], factor: float) -> list[tuple[int, float | None]]:
-    return [(x, None if y is None else y * factor) for x, y in points]
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -101,6 +98,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     middle = sorted(mfu)[len(mfu) // 2] if mfu else None
     layouts = list(dict.fromkeys(str(attempt.get("layout")) for attempt in run.attempts))
     resumes = sum(attempt["event"] == "resumed" for attempt in run.attempts)
+    skipped = ", ".join(run.skipped[:20]) + (" ..." if len(run.skipped) > 20 else "")
     return {
         "state": run.state,
         "layout": "; then ".join(layouts) or "unknown",
@@ -111,16 +109,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
         "median throughput": f"{rates[len(rates) // 2]:,.0f} tokens/s" if rates else "unknown",
         "median MFU": f"{middle[0]:.1%} (all of attention: {middle[1]:.1%})" if middle else "peak not known",
         "most memory": f"{max(memory) / 2**30:.2f} GiB" if memory else "unknown",
-        "skipped steps": _skipped(run.skipped),
+        "skipped steps": f"{len(run.skipped)}: {skipped}" if skipped else "none",
         "slow ranks": "; ".join(run.slow_ranks) or "none noted",
         "last complete checkpoint": run.checkpoint or "none",
     }
-
-
-def _skipped(steps: list[str]) -> str:
-    if not steps:
-        return "none"
-    return f"{len(steps)}: {', '.join(steps[:20])}{' ...' if len(steps) > 20 else ''}"
 
 
 def _events(run: RunRecord) -> str:
