@@ -85,8 +85,14 @@ def convert(
     from .shared.options import parse_counts
 
     if to == "dcp":
-        idle = [option for name, option in written(context).items() if name not in _OF_DCP]
-        _to_dcp(src, dst, idle, names, config)
+        from ..checkpoints import convert_to_dcp
+
+        if idle := [option for name, option in written(context).items() if name not in _OF_DCP]:
+            todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
+            raise BadInput("convert", "--to dcp", expected=f"no {idle[0]}", found="one", todo=todo)
+        source = convert_to_dcp(src, dst, names=names, config=config)
+        kinds = "weights and moments" if source.moments else "weights"
+        say(f"{dst}: {kinds}, for torch.distributed.checkpoint.load")
         return
     plan = from_options(plan_conversion, options, split=parse_counts(split, "convert"))
     if plan.source.foreign is not None:
@@ -121,17 +127,6 @@ def write_weights(
         say(f"warning: {warning}", err=True)
     kinds = "weights and moments" if plan.keeps_moments else "weights"
     say(f"{out}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
-
-
-def _to_dcp(src: str, dst: Path, unsupported: list[str], names: str | None, config: str | None) -> None:
-    from ..checkpoints import convert_to_dcp
-
-    if unsupported:
-        todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
-        raise BadInput("convert", "--to dcp", expected=f"no {unsupported[0]}", found="one", todo=todo)
-    source = convert_to_dcp(src, dst, names=names, config=config)
-    moments = "weights and moments" if source.moments else "weights"
-    say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
 
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:

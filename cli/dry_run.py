@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 #: About as many bytes as a page has.
 _ROOM_FOR_PAGE = 2**17
-#: Columns of numbers.
-_NUMBERS = ("GB", "MB", "MB on the wire", "share", "ranks", "number", "GB on the wire")
+#: Columns of numbers are set right.
+_table = partial(table, right=("GB", "MB", "MB on the wire", "share", "ranks", "number", "GB on the wire"))
 
 
 @no_garbage_search(hide=True)
@@ -137,10 +137,6 @@ def _show(
         if page is not None:
             page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
     return planned
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return table(title, head, rows, right=_NUMBERS)
 
 
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -144,23 +145,19 @@ def _lines(text: str, values: Mapping[str, Any], code: Place) -> Iterator[str]:
         return
     lists = {mark[2] for mark in marks if mark[1] == "each"}
     for index in range(max((len(values[name]) for name in lists), default=1)):
-        parts, end = [], 0
-        for mark in marks:
-            what, name, key = mark.groups()
-            parts.append(text[end : mark.start()])
-            end = mark.end()
-            if what != "if":
-                value = values[name][index] if what == "each" else values[name]
-                place = _place(text[: mark.start()], code)
-                parts.append(quoted(value if key is None else value[key], place, name))
-        yield "".join([*parts, text[end:]]).rstrip()
+        yield _MARK.sub(partial(_filled, values=values, index=index, code=code), text).rstrip()
 
 
-def _place(before: str, code: Place) -> Place:
-    """Return in what a value stands, told by its line up to there."""
+def _filled(mark: re.Match[str], values: Mapping[str, Any], index: int, code: Place) -> str:
+    """Return what stands for a mark; in what it stands, its line up to there tells."""
+    (what, name, key), before = mark.groups(), mark.string[: mark.start()]
+    if what == "if":
+        return ""
+    value = values[name][index] if what == "each" else values[name]
+    place: Place = "comment" if before.lstrip().startswith("#") or " # " in before else code
     if before.startswith("#SBATCH ") and " # " not in before:
-        return "directive"
-    return "comment" if before.lstrip().startswith("#") or " # " in before else code
+        place = "directive"
+    return quoted(value if key is None else value[key], place, name)
 
 
 class Variable(NamedTuple):

@@ -177,12 +177,8 @@ def float8_rules(recipe: Recipe, layout: Layout, schedule: str) -> Iterator[Rule
     yield Rule(wide, "dtype", "float32 or bfloat16 with compute = float8", recipe.dtype)
     expected = "gpipe, 1f1b or interleaved with compute = float8"
     todo = "Its backward comes in two parts, and each would compute all products of both"
-    yield Rule(float8 and _splits_backward(layout, schedule), "layout.schedule", expected, schedule, todo)
-
-
-def _splits_backward(layout: Layout, schedule: str) -> bool:
-    """Tell whether a backward comes in two parts."""
-    return layout.pipeline > 1 and schedule_kind(schedule).two_backwards
+    halves = layout.pipeline > 1 and schedule_kind(schedule).two_backwards
+    yield Rule(float8 and halves, "layout.schedule", expected, schedule, todo)
 
 
 def _idle(recipe: Recipe) -> Iterator[Rule]:
@@ -246,7 +242,8 @@ def compile_rules(recipe: Recipe, memory: MemorySection, layout: Layout, schedul
     expected = "none, every or full with compile = true"
     yield Rule(memory.checkpointing == "selective", "memory.checkpointing", expected, "selective")
     expected = "gpipe, 1f1b or interleaved with compile = true"
-    yield Rule(_splits_backward(layout, schedule), "layout.schedule", expected, schedule)
+    halves = layout.pipeline > 1 and schedule_kind(schedule).two_backwards
+    yield Rule(halves, "layout.schedule", expected, schedule)
     yield Rule(recipe.debug.collectives, "debug.collectives", "false with compile = true", "true")
 
 
