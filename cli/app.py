@@ -38,14 +38,9 @@ _NAMES = {
     "Plan": "plan schedule",
 }
 
-
-def _named(name: str) -> Callable[..., None]:
-    command: Callable[..., None] = getattr(import_module(f".{name}", __package__), name)
-    return command
-
-
 GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    group: tuple(map(_named, names.split())) for group, names in _NAMES.items()
+    group: tuple(getattr(import_module(f".{name}", __package__), name) for name in names.split())
+    for group, names in _NAMES.items()
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
@@ -141,12 +136,6 @@ def _without_parameters(command: Callable[..., Any]) -> Callable[[], None]:
     return listed
 
 
-def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
-    """Return the command that the first word names, or else all of them."""
-    named = tuple(command for command in commands if words[:1] == [get_command_name(command.__name__)])
-    return named or tuple(commands)
-
-
 @lru_cache(maxsize=64)
 def _program(commands: tuple[Callable[..., Any], ...], overview: bool) -> Callable[..., Any]:
     """Return the command line of these commands."""
@@ -229,7 +218,8 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         words = _as_options(arguments)
         _check_text(words)
         overview = words in (["--help"], ["-h"]) and "_TRILITH_COMPLETE" not in os.environ
-        program = _program(_meant(words, commands), overview)
+        meant = tuple(each for each in commands if words[:1] == [get_command_name(each.__name__)])
+        program = _program(meant or tuple(commands), overview)
         # What an option sets for its command ends with the command.
         code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end

@@ -52,20 +52,19 @@ def doctor(
         srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude-faulty
         torchrun --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d --no-python trilith doctor --nodes
     """
+    if nodes:
+        _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
+        return
     for folder in folders or ():
-        if not nodes:
-            check_there(folder, "a folder")
+        check_there(folder, "a folder")
     from ..machine import diagnose
     from ..runs.terminal import plain_console
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
-        if not folder.is_dir() and not nodes:
+        if not folder.is_dir():
             raise BadInput(folder, expected="a folder that exists", found="none")
-    if not nodes and (exclude or gbits is not None):
+    if exclude or gbits is not None:
         raise BadInput("doctor", "--exclude-faulty and --gbits", expected="--nodes beside them", found="none")
-    if nodes:
-        _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
-        return
     with plain_console(stderr=True).status("checking") as status:
         findings = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, ParallelState, together
@@ -48,21 +48,17 @@ def only_run_in(folder: Path, state: ParallelState, *, patience: float | None = 
     Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds. Rank 0
     holds the lock, unless the launcher that started the ranks does.
     """
-    locks: list[FileLock] = []
+    with ExitStack() as locks:
 
-    def take() -> str:
-        if state.rank:
-            return ""
-        if inherits_lock(folder):
-            return this_start()
-        locks.append(_take(folder, patience))
-        return new_start()
+        def take() -> str:
+            if state.rank:
+                return ""
+            if inherits_lock(folder):
+                return this_start()
+            locks.callback(_take(folder, patience).release)
+            return new_start()
 
-    try:
         yield together(take, state)[0]
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def inherits_lock(folder: Path) -> bool:

@@ -47,11 +47,9 @@ class RunRecord:
             if isinstance(times := line.get("slow_times"), int | float):
                 rank = f"rank {line.get('slow_rank')} on {line.get('slow_host')}"
                 times_by_rank.setdefault(rank, []).append(times)
-        ranks = sorted(times_by_rank, key=lambda rank: -len(times_by_rank[rank]))
-        counts = ((rank, len(times_by_rank[rank]), max(times_by_rank[rank])) for rank in ranks)
         return [
-            f"{rank}: {counted(count, 'time')}, up to {worst:.1f} x the median"
-            for rank, count, worst in counts
+            f"{rank}: {counted(len(times), 'time')}, up to {max(times):.1f} x the median"
+            for rank, times in sorted(times_by_rank.items(), key=lambda row: -len(row[1]))
         ]
 
     @property
