@@ -12,10 +12,8 @@ from ..system import counted, no_garbage_search
 from .shared.say import print_table, say, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..planner import Traffic
     from ..planner.dry_run import DryRun
+    from ..recipes.recipe import Recipe
 
 
 #: About as many bytes as a page has.
@@ -39,16 +37,37 @@ def show_dry_run(
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
     from ..planner.device_memory import LESS_UNUSED
+    from ..recipes.recipe import load_recipe
     from ..runs.report.html import is_page_of
     from ..storage.staging import output_file
+    from .shared.options import parse_size
 
     ours = partial(is_page_of, "trilith train --dry-run")
-
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
     with output_file(html, ours=ours) if html is not None else nullcontext() as page:
         if page is not None:
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
-        planned = _show(recipe, overrides, rank, device_memory, exact=exact, page=page)
+        device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+        planned = _show(load_recipe(recipe, overrides), rank, device)
+        if exact or page is not None:
+            from ..planner.search import Worker
+            from ..planner.search.exact_memory import (
+                exact_line,
+                kinds_of_bytes,
+                largest_holders,
+                make_step_page,
+            )
+            from ..runs.terminal import plain_console
+
+            shown = planned.rank
+            simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
+            with closing(Worker()) as worker, simulating:
+                record = worker.simulate(planned.recipe, shown.rank)
+            say(f"exact          {exact_line(record, shown.memory.total)}")
+            print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
+            print_table(_table("the largest holders", *largest_holders(record)))
+            if page is not None:
+                page.write_text(make_step_page(recipe.stem, record, shown.memory.total), encoding="utf-8")
     if html is not None:
         say(f"page           {html}")
     for note in planned.notes:
@@ -63,32 +82,16 @@ def show_dry_run(
         say(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
-def _show(
-    recipe: Path,
-    overrides: Sequence[str],
-    rank: int | None,
-    device_memory: str | None,
-    *,
-    exact: bool,
-    page: Path | None,
-) -> DryRun:
-    from ..recipes.recipe import load_recipe
-    from .shared.options import parse_size
-
-    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    loaded = load_recipe(recipe, overrides)
-    layout = loaded.layout
+def _show(recipe: Recipe, rank: int | None, device: int | None) -> DryRun:
+    layout = recipe.layout
     # All else takes seconds.
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
     say(f"layout         {layout}{ranks}")
     from ..planner.device_memory import reserved_words, unit_of
     from ..planner.dry_run import dry_run
-    from ..planner.search import Worker
-    from ..planner.search.exact_memory import exact_line, kinds_of_bytes, largest_holders, make_step_page
     from ..recipes.checks import without_effect
-    from ..runs.terminal import plain_console
 
-    planned = dry_run(loaded, rank=rank, device=device)
+    planned = dry_run(recipe, rank=rank, device=device)
     shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
     say(f"device         {planned.recipe.device}")
@@ -126,27 +129,12 @@ def _show(
     if planned.recipe.compiles:
         say("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
     if shown.traffic:
-        print_table(_sent(shown.traffic, shown.rank))
-    if exact or page is not None:
-        simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
-        with closing(Worker()) as worker, simulating:
-            record = worker.simulate(planned.recipe, shown.rank)
-        say(f"exact          {exact_line(record, memory.total)}")
-        print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
-        print_table(_table("the largest holders", *largest_holders(record)))
-        if page is not None:
-            page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
+        unit, scale = unit_of(max(sent.wire for sent in shown.traffic))
+        head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
+        sent_rows = [
+            (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",
+             f"{each.wire / scale:,.2f}")
+            for each in shown.traffic
+        ]  # fmt: skip
+        print_table(_table(f"collectives of rank {shown.rank}, a step", head, sent_rows))
     return planned
-
-
-def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
-    from ..planner.device_memory import unit_of
-
-    unit, scale = unit_of(max(sent.wire for sent in traffic))
-    head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
-    rows = [
-        (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",
-         f"{each.wire / scale:,.2f}")
-        for each in traffic
-    ]  # fmt: skip
-    return _table(f"collectives of rank {rank}, a step", head, rows)
