@@ -106,7 +106,16 @@ def job_of(
     for option in [option for option in asked if option not in known]:
         able = " or ".join(name for name, other in SYSTEMS.items() if option in other.options)
         raise BadInput("launch", f"--{option.replace('_', '-')}", expected=able, found=system)
-    nodes, ranks = _hosts(recipe, file, nodes, ranks_per_node)
+    world = recipe.layout.world
+    ranks = ranks_per_node or (min(world, 8) if nodes is None else -(-world // nodes))
+    nodes = nodes or -(-world // ranks)
+    if nodes * ranks != world:
+        raise BadInput(
+            "launch", "--nodes, --ranks-per-node",
+            expected=f"numbers whose product is {world}, the ranks of {file} ({recipe.layout})",
+            found=f"{nodes} x {ranks}",
+            todo=nearest_divisors("--nodes", world, nodes),
+        )  # fmt: skip
     job = Job(
         system=system,
         name=_name(Path(file).name.removesuffix(".toml") if name is None else name, system),
@@ -121,22 +130,6 @@ def job_of(
     )
     _check_limits(job)
     return job
-
-
-def _hosts(recipe: Recipe, file: str, nodes: int | None, ranks: int | None) -> tuple[int, int]:
-    world = recipe.layout.world
-    if ranks is None:
-        ranks = min(world, 8) if nodes is None else -(-world // nodes)
-    if nodes is None:
-        nodes = -(-world // ranks)
-    if nodes * ranks != world:
-        raise BadInput(
-            "launch", "--nodes, --ranks-per-node",
-            expected=f"numbers whose product is {world}, the ranks of {file} ({recipe.layout})",
-            found=f"{nodes} x {ranks}",
-            todo=nearest_divisors("--nodes", world, nodes),
-        )  # fmt: skip
-    return nodes, ranks
 
 
 def _name(name: str, system: str) -> str:

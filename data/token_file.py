@@ -25,7 +25,7 @@ from ..system.addresses import as_url
 from .token_index import (
     TokenIndex,
     TokenPaths,
-    check_sizes,
+    check_size,
     little_endian,
     read_documents,
     read_index,
@@ -63,17 +63,20 @@ class TokenFile:
         """
         paths = _local(path)
         index = read_index(paths.index)
-        check_sizes(paths, index)
+        dtype, count = little_endian(index.dtype), index.tokens
+        check_size(paths.tokens, count * dtype.itemsize, f"{count} tokens of {index.dtype}")
+        if index.targets:
+            check_size(paths.targets, count, f"one for each of {count} tokens")
         documents = read_documents(paths.documents, index)
         sums, target_sums = read_sums(paths.sums, index)
-        tokens = np.memmap(paths.tokens, dtype=little_endian(index.dtype), mode="r")
+        tokens = np.memmap(paths.tokens, dtype=dtype, mode="r")
         checked, learnt, targets = CheckedFile(paths.tokens, tokens, sums), None, None
         if index.targets:
             targets = np.memmap(paths.targets, dtype=np.uint8, mode="r")
             learnt = CheckedFile(paths.targets, targets, target_sums)
         for file in filter(None, (checked, learnt)):
             file.read(0, 1)
-            file.read(index.tokens - 1, index.tokens)
+            file.read(count - 1, count)
         return cls(paths.name, index, tokens, documents, targets, checked, learnt)
 
     def ids(self, begin: int, end: int) -> NDArray[Any]:

@@ -165,12 +165,11 @@ def _command(path: Path) -> str:
     return shlex.join(["trilith", "tokenize", *words])
 
 
-def check_sizes(paths: TokenPaths, index: TokenIndex) -> None:
-    """Check that the tokens, and what tells which are to be learnt, have the sizes that the index states."""
-    itemsize = little_endian(index.dtype).itemsize
-    _check_size(paths.tokens, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}")
-    if index.targets is not None:
-        _check_size(paths.targets, index.tokens, f"one for each of {index.tokens} tokens")
+def check_size(path: Path, size: int, meaning: str) -> None:
+    """Refuse a file of another size."""
+    actual = _size_of(path)
+    if actual != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
 
 
 def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
@@ -178,19 +177,13 @@ def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
     tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
     targets = block_count(index.tokens) if index.targets is not None else 0
     size = 4 * (tokens + targets)
-    _check_size(path, size, f"{tokens + targets} checksums")
+    check_size(path, size, f"{tokens + targets} checksums")
     content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()
     if digest != index.sums_sha256:
         raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
     sums = np.frombuffer(content, dtype="<u4")
     return sums[:tokens], sums[tokens:]
-
-
-def _check_size(path: Path, size: int, meaning: str) -> None:
-    actual = _size_of(path)
-    if actual != size:
-        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:

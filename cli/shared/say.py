@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,8 @@ def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     typer.echo(visible(text) if stream.isatty() else text, nl=nl, err=err, color=True)
 
 
-def say_aside(text: str) -> None:
-    """Print text that is no part of what a program would read."""
-    say(text, err=True)
+#: Prints text that is no part of what a program would read.
+say_aside = partial(say, err=True)
 
 
 def say_json(value: object, default: Callable[[Any], object] | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ...runs.trackers import TrackerName
-from .parallel_in_trainer import check_shards, deepspeed_file, fsdp, parallelism, read_sizes, with_arguments
+from .parallel_in_trainer import deepspeed_file, fsdp, parallelism, read_sizes, with_arguments
 from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute
 
 _SCHEDULES = {
@@ -47,14 +47,19 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     if deepspeed and ranks is None:
         ranks = draft.values["layout.data"] * sizes.tensor * sizes.context
     parallelism(config, draft, sizes, ranks or 1)
-    _batch(config, draft)
+    micro_batch = config.whole("per_device_train_batch_size", 8, least=1) or 1
+    accumulation = config.whole("gradient_accumulation_steps", 1, least=1) or 1
+    draft.set("data.micro_batch", micro_batch)
+    draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
     steps = _steps(config, draft)
     if dtype := half_dtype(config, "fp16", fp16=config.flag("fp16"), bf16=config.flag("bf16")):
         set_compute(draft, dtype)
     _optimizer(config, draft, deepspeed)
     _schedule(config, draft, steps, deepspeed.get("scheduler") or {})
     fsdp(config, draft, ranks or 1)
-    check_shards(draft, sizes)
+    if sizes.shard > 1 and not draft.values.get("layout.zero"):  # shards that shard nothing
+        draft.values.pop("layout.data_replicate", None)
+        draft.miss("parallelism_config.dp_shard_size", sizes.shard, "fsdp is off; set layout.zero")
     if config.flag("gradient_checkpointing") or config.flag("activation_checkpointing"):
         draft.set("memory.checkpointing", "full")
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
@@ -71,13 +76,6 @@ def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
     if (packing := config.value("packing")) is not None:
         remark = "of conversations: `trilith tokenize --chat` makes the tokens"
         draft.set("data.samples", "packed" if packing else "single", remark)
-
-
-def _batch(config: ForeignConfig, draft: RecipeDraft) -> None:
-    micro_batch = config.whole("per_device_train_batch_size", 8, least=1) or 1
-    accumulation = config.whole("gradient_accumulation_steps", 1, least=1) or 1
-    draft.set("data.micro_batch", micro_batch)
-    draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
 
 
 def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:

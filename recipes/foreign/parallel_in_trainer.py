@@ -61,13 +61,6 @@ def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: 
     draft.values.setdefault("layout.data", ranks // replica_size)
 
 
-def check_shards(draft: RecipeDraft, sizes: Sizes) -> None:
-    """Report shards that shard nothing, after ``fsdp`` and ``deepspeed`` were read."""
-    if sizes.shard > 1 and not draft.values.get("layout.zero"):
-        draft.values.pop("layout.data_replicate", None)
-        draft.miss("parallelism_config.dp_shard_size", sizes.shard, "fsdp is off; set layout.zero")
-
-
 #: Legacy words of ``fsdp``, and what FSDP 1 has for ``reshard_after_forward``.
 _STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
 #: Keys for the modules that FSDP wraps: here each block.
