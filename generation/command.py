@@ -15,14 +15,7 @@ from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..parallel_state import Layout, ParallelState, dtype_named, launched
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
-from ..runs.launch import (
-    check_launch,
-    check_local,
-    device_here,
-    launch,
-    own_rank,
-    process_group,
-)
+from ..runs.launch import check_launch, check_local, device_here, launch, own_rank, process_group
 from ..storage.small_files import read_text
 
 if TYPE_CHECKING:
@@ -82,7 +75,11 @@ def run_on_ranks(
         check_local(layout, device=device)
         if layout.world > 1:
             prepare()  # bad input is said once and at once, before any rank starts
-            return _start_ranks(words, layout.world, note)
+            with tempfile.TemporaryDirectory(prefix=f"trilith-{words[0]}-") as folder:
+                code = launch([*words, "--status", folder], layout.world, Path(folder))
+                if (file := Path(folder) / _FIGURES).exists():
+                    note(read_text(file))
+            return code
     check_launch(layout, device=device)
     with ExitStack() as stack:
         if status is not None:
@@ -98,13 +95,3 @@ def run_on_ranks(
             else:
                 (status / _FIGURES).write_text(figures)
     return 0
-
-
-def _start_ranks(words: Sequence[str], world: int, note: Callable[[str], None]) -> int:
-    """Run the command, whose ``words`` they get again, on local ranks; the exit code."""
-    with tempfile.TemporaryDirectory(prefix=f"trilith-{words[0]}-") as folder:
-        code = launch([*words, "--status", folder], world, Path(folder))
-        figures = Path(folder) / _FIGURES
-        if figures.exists():
-            note(read_text(figures))
-    return code

@@ -79,7 +79,12 @@ class Trackers:
         self._say, self._running = say, list[_Running]()
         path = out / _IDENTITIES
         known: dict[str, str] = read_json(path) if names and start and path.is_file() else {}
-        self._accelerate = _accelerate_state() if names else None
+        self._accelerate: Any = None
+        if names:
+            from accelerate import PartialState
+
+            # Before there is one, its trackers refuse to log; one that the user has made stays.
+            self._accelerate = PartialState() if not PartialState._shared_state else None
         try:
             for name in names:
                 # One that knows the run has steps of it that it cannot drop.
@@ -134,15 +139,6 @@ class Trackers:
         except Exception as error:
             self._running.remove(running)
             self._say(f"tracker {running.name} failed and gets nothing more: {type(error).__name__}: {error}")
-
-
-def _accelerate_state() -> Any:
-    """Return the state of Accelerate, before which its trackers refuse to log; ``None`` if the user has made
-    one, which stays.
-    """
-    from accelerate import PartialState
-
-    return PartialState() if not PartialState._shared_state else None
 
 
 def _made(name: TrackerName, out: Path, project: str, known: dict[str, str], start: int) -> Any:

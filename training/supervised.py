@@ -19,14 +19,7 @@ from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched
 from ..runs.heartbeat import status_folder, this_start
-from ..runs.launch import (
-    check_launch,
-    check_local,
-    device_here,
-    launch,
-    own_rank,
-    process_group,
-)
+from ..runs.launch import check_launch, check_local, device_here, launch, own_rank, process_group
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
 from ..runs.requests import StopSignals
