@@ -7,10 +7,10 @@ import typer
 from ..system.errors import BadInput
 from .shared.options import (
     IMPLEMENTATION,
-    LARGEST_SEED,
     SCHEDULES,
     SPLIT,
     VIRTUAL_STAGES,
+    check_seed,
     schedule_names,
 )
 from .shared.parameters import As, Place, Range, check_weights_there
@@ -41,7 +41,7 @@ def parity(
     sequence_length: Annotated[int, Range(1), "number of tokens in a row"] = 32,
     implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
     device: Annotated[str, "device to compute on: cpu, or cuda with a GPU for each rank"] = "cpu",
-    seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the random tokens"] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random tokens", callback=check_seed)] = 0,
     tolerance: Annotated[
         float | None, "largest relative difference that passes; default: depends on --dtype"
     ] = None,

@@ -44,6 +44,14 @@ TOP_P = "sample from the likeliest tokens whose probabilities reach this sum"
 #: The largest seed of a recipe too.
 LARGEST_SEED = 2**53
 
+
+def check_seed(seed: int) -> int:
+    """Return a seed, or refuse it. A range that typer knows would fill a column of the help."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise typer.BadParameter(f"{seed} is not in the range 0<=x<={LARGEST_SEED}")
+    return seed
+
+
 CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )
