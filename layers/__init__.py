@@ -55,6 +55,7 @@ from .experts.dispatch import Dispatch as Dispatch
 from .experts.experts import ClampedExperts as ClampedExperts
 from .experts.experts import Experts as Experts
 from .experts.experts import attach_expert_lora as attach_expert_lora
+from .experts.experts import stacks_of_experts as stacks_of_experts
 from .experts.grouped_matmul import grouped_mm as grouped_mm
 from .experts.load_balancing import Balance as Balance
 from .experts.load_balancing import Balancing as Balancing

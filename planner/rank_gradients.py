@@ -46,7 +46,8 @@ class RankGradients:
         self.in_three = shards == 1 and not self.in_place
         #: Whether a buffer stays that is not the gradient: with offload this is on the host.
         self.leaves_buffer = work.offload or not self.in_place
-        self._stages = [
+        #: What the blocks of each stage have.
+        self.stages = [
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
         ]
         ends = parameters.ends or (parameters.root,)
@@ -59,14 +60,15 @@ class RankGradients:
         # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied
         # weight at both ends of a V is in two, if the first stage uses another parameter of the root, too.
         apart = self.each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
-        self._root = sum(map(self._last, ends)) if apart else self._last(parameters.root)
-        self.lasting = self._last(total) - self._last(parameters.root) + self._root + waiting
+        self._root = sum(map(self.lasts, ends)) if apart else self.lasts(parameters.root)
+        self.lasting = self.lasts(total) - self.lasts(parameters.root) + self._root + waiting
         self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
         #: The buffer that the last sum of a backward leaves.
         largest = self.root or parameters.largest_trained_block
         self.buffer = largest * work.reduce * (self.each and self.leaves_buffer)
 
-    def _last(self, group: Group) -> float:
+    def lasts(self, group: Group) -> float:
+        """Return how many bytes last of the gradients of a group."""
         if self.each:
             return self.shards(group)
         if self.alone and self.work.micro_batches == 1:
@@ -77,22 +79,9 @@ class RankGradients:
         """Return the bytes of what stays on the device of a group's gradients after their sum."""
         return 0 if self.work.offload else group.trained_stored * self.work.master
 
-    def of_stage(self, place: int) -> float:
-        """Return how many bytes last of the gradients of a stage's blocks."""
-        return self._last(self._stages[place])
-
-    def part_of_stage(self, place: int, gradients: float) -> float:
-        """Return how many bytes last of so many bytes of the stage's gradients as they are made."""
-        whole = self._stages[place].trained * self.made
-        return self.of_stage(place) * gradients / whole if whole else 0.0
-
-    def given_back(self, place: int, gradients: float | None = None) -> float:
-        """Return what the sum of a stage's gradients, or of so many bytes of them as they are made, gives
-        back in a step's last backward.
-        """
-        whole = self._stages[place]
-        back = max(self._last(whole) - self.shards(whole), 0) if self.in_last else 0.0
-        return back if gradients is None else back * gradients / (whole.trained * self.made or 1)
+    def given_back(self, group: Group) -> float:
+        """Return what the sum of a group's gradients gives back in a step's last backward."""
+        return max(self.lasts(group) - self.shards(group), 0) if self.in_last else 0.0
 
     def of_root(self, absent: Iterable[int], stages: Sequence[int]) -> float:
         """Return how many bytes last of those gradients of the root that no other of the rank's ``stages``
@@ -102,7 +91,7 @@ class RankGradients:
         last = len(stages) - 1
         user = last if last and stages[-1] == layout.stages - 1 else 0
         users = {0: ends[0], last: ends[1]} if ends else {user: root}
-        there = sum(self._last(group) for place, group in users.items() if place not in absent)
+        there = sum(self.lasts(group) for place, group in users.items() if place not in absent)
         return max(self._root - there, 0.0)
 
     def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:

@@ -7,7 +7,6 @@ gathers a group and, with ZeRO 3, the group before it, and sums the gradients of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 
 from ..pipeline.held_in_step import Instant, heaviest, last_backwards
@@ -46,10 +45,10 @@ class RankWalk:
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
-        # In a step's last backward gathered weights go with their block.
+        # In a step's last backward gathered weights go with their block, or at the end of a pipeline's.
         copies = work.offload or work.compute != work.master
-        gathers = self.zero in (1, 2) or (not self.zero and copies)
-        self.drops = gathers and not self.cut and not self.gradients.alone
+        self.gathers = (self.zero in (1, 2) or (not self.zero and copies)) and not self.gradients.alone
+        self.drops = self.gathers and not self.cut
 
     def walk(self, number: int) -> None:
         """Walk through the actions at which a pipeline rank holds most, and through its last backwards."""
@@ -118,8 +117,8 @@ class RankWalk:
         first = len(self.absent) == len(self.stages)
         self.before = self.left = 0.0 if first or self.work.micro_batches == 1 else gradients.buffer
         self.last_sum = 0.0 if first else gradients.last_sum
-        not_yet = map(gradients.of_stage, self.absent), map(gradients.given_back, instant.summed)
-        return root + sum(chain(*not_yet))
+        not_yet = sum(gradients.lasts(gradients.stages[place]) for place in self.absent)
+        return root + not_yet + sum(gradients.given_back(gradients.stages[place]) for place in instant.summed)
 
     def _loss(self, place: int) -> None:
         at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
@@ -159,7 +158,7 @@ class RankWalk:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         self._forwards(stage)
-        ahead = stage.runs[0].piece.weights if stage.runs else stage.largest
+        ahead = stage.runs[0].piece.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
         # The gradients of the output layer wait for the root's, and a tied weight's for its second part.
         waits = (tied if gradients.adds else exit) * gradients.of_head
         if first and gradients.adds:
@@ -199,40 +198,39 @@ class RankWalk:
         summing = gradients.each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
         # What lasts of a block's gradients from its backward on, and what their sum gives back.
-        lasting = gradients.part_of_stage(place, grads) * first
-        lasting -= gradients.given_back(place, grads) * last
-        experts, again = trace.experts, self.work.checkpointing != "none"
-        rest, to_buffer = grads - experts, self.work.reduce / self.made * gradients.leaves_buffer
-        left, left_of_experts = rest * to_buffer * summing, experts * to_buffer * summing
+        group = self.parameters.group(run.block)
+        lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
+        experts = trace.experts
+        own, rest = weights - experts, grads - experts
+        left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
         summed = gradients.summed(rest / self.made, self.parameters.largest_of_blocks)
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
             self.missing, self.dropped = missing - index * lasting, dropped + index * weights * drops
             self.left = left if index and summing else before
-            ahead = weights if index < run.number - 1 else run.ahead
-            beside = waits + zero3 * (weights + ahead)
-            if experts:
-                # What was received for them stays through a recomputation.
-                beside += zero3 * again * experts
-                self._experts(trace, waits, beside, left_of_experts, summing=summing, drops=drops)
-            self.note(most - message * (not index) + beside)
-            # FSDP copies what it received before it gathers the block before.
-            if weights + self.recut > ahead:
-                self.note(self.work.between_blocks + waits + zero3 * (2 * weights + self.recut))
+            ahead = zero3 * (own if index < run.number - 1 else run.ahead)
+            came = message * (not index)
+            # FSDP copies what it received before it gathers the block before, or the block's own experts.
+            self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
+            if experts and summing:
+                self._experts(trace, most, came, waits, ahead, drops=drops)
+            else:
+                self.note(most - came + waits + zero3 * weights + ahead)
             self.now -= trace.kept
             self.dropped += weights * drops
             if summing:
                 self.left = 0.0
-                self.note(summed + waits + zero3 * ahead)
+                self.note(summed + waits + ahead)
                 self.left = left
             self.missing -= lasting
 
     def _forwards(self, stage: StageBytes) -> None:
         """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
         zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
-        # FSDP keeps what it received for a block until it has gathered the next one.
-        self.note(self._made_in_last(stage) + zero3 * 2 * weights)
+        experts = stage.runs[0].trace.experts if stage.runs else 0
+        # FSDP keeps what it received for a group until it has gathered the next one.
+        self.note(self._made_in_last(stage) + zero3 * (weights + max(experts, weights - experts)))
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
@@ -240,20 +238,24 @@ class RankWalk:
             self.note(self.work.between_blocks - stage.kept + made + zero3 * 3 * stage.largest)
 
     def _experts(
-        self, trace: Trace, waits: float, beside: float, buffer: float, *, summing: bool, drops: bool
+        self, trace: Trace, most: float, came: float, waits: float, ahead: float, *, drops: bool
     ) -> None:
-        """Note the instants of experts that FSDP gathers and sums apart from their block, and before it."""
-        experts, zero3, left = trace.experts, self.zero == 3, self.left
+        """Note the instants of a block whose experts FSDP gathers and sums apart, and before it. With their
+        backward it gathers the block before, ``ahead``; see ``_blocks``.
+        """
+        experts, zero3, gradients = trace.experts, self.zero == 3, self.gradients
+        beside, elements = waits + zero3 * trace.weights, experts / self.made
+        self.note(min(trace.to_experts, most) - came + beside)
         if zero3:  # FSDP copies what it received
-            self.note(trace.to_experts + waits + trace.weights + experts + self.recut)
-        if summing:
-            self.left, dropped = 0.0, experts * (zero3 or drops)
-            elements, largest = experts / self.made, self.parameters.largest_of_blocks
-            summed = self.gradients.summed(elements, largest, experts=True)
-            self.note(trace.at_experts + beside - dropped + summed)
-            self.left = buffer
-            self.note(trace.after_experts + beside - dropped)
-            self.left = left
+            self.note(trace.copied_experts + beside + experts + self.recut)
+        beside += ahead
+        self.note(min(trace.in_experts, most) + beside)
+        beside -= experts * (zero3 or drops)
+        self.left = 0.0
+        summed = gradients.summed(elements, self.parameters.largest_of_blocks, experts=True)
+        self.note(trace.at_experts + beside + summed)
+        self.left = elements * self.work.reduce * gradients.leaves_buffer
+        self.note(trace.after_experts + beside)
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:
         """Walk through the end of a backward: the embedding, and the sum of the root's gradients."""
@@ -276,6 +278,7 @@ class RankWalk:
         else:
             self.note(max(backward + waits, joined))
         # FSDP drops a group's weights before it sums its gradients.
-        self.dropped += parameters.root.here * made * (self.zero == 3 or (last and self.drops))
+        drops = self.zero == 3 or (last and self.gathers and not (self.cut and gradients.each))
+        self.dropped += parameters.root.here * made * drops
         self.left = self.last_sum = 0.0
         self.note(gradients.summed_root())

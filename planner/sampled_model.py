@@ -84,8 +84,8 @@ class SampledModel(PlannedModel, Source):
         self._costs: dict[object, StageCost] = {}
 
     def block(self, number: int) -> nn.Module:
-        """Return a block like the one of this number."""
-        return self.blocks[self.kinds[number]]
+        """Return a block like the one of this number, or one of multi-token prediction."""
+        return self.blocks[self.kinds[number]] if number < len(self.kinds) else self.model.mtp[str(number)]
 
     @cached_property
     def _uncut(self) -> SampledModel:

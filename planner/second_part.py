@@ -23,7 +23,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     before, missing = walk.now, walk.missing
     walk.note(max(walk.parameters.root.here, walk.parameters.largest_block) * walk.made * zero3)
     start, made, adds = walk.now, 0.0, gradients.adds
-    for piece, number in stage.in_two:
+    for piece, number, block in stage.in_two:
         part, grads = piece.second_part, piece.gradients * (not adds)
         most = part.second_with_gradient if adds and not first else part.second_with_gradients
         for index in {0, number - 1}:
@@ -31,15 +31,15 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
             walk.note(made + index * grads + most)
         start -= number * part.freed
         made += number * grads
-        if first and adds:
-            walk.missing -= gradients.part_of_stage(place, number * piece.gradients)
+        if first and adds and block >= 0:
+            walk.missing -= number * gradients.lasts(walk.parameters.group(block))
     walk.now = before - (stage.halfway + stage.kept - stage.logits)
     made = (trained + exit) * walk.made
     summing = last and gradients.in_last
     if not (gradients.each or summing or adds):
         walk.note(made)
     if first:
-        walk.missing = missing - gradients.of_stage(place)
+        walk.missing = missing - gradients.lasts(gradients.stages[place])
         # FSDP's sum of the root makes what lasts of it.
         walk.missing -= 0 if gradients.each else walk.of_root
     if gradients.each:

@@ -97,10 +97,12 @@ class StageCost:
 class Run(NamedTuple):
     """State so many blocks, alike, that follow each other; ``trace``: what each keeps under checkpointing.
 
-    ``ahead``: the bytes of the weights of the block before them, which a backward of theirs gathers ahead.
+    ``block``: the number of one of them. ``ahead``: the bytes of the weights of the block before them, which
+    a backward of theirs gathers ahead.
     """
 
     number: int
+    block: int
     piece: Piece
     trace: Trace
     ahead: float
@@ -125,39 +127,40 @@ class StageBytes:
         def saved(number: int, piece: Piece) -> Trace:
             return piece.under(mode if checkpointed(number, mode, interval) else "none")
 
-        blocks = [(piece, saved(number, piece)) for number, piece in stage.blocks.items()]
-        reached = [pair for number, pair in zip(stage.blocks, blocks, strict=True) if number in stage.reached]
+        blocks = [(number, piece, saved(number, piece)) for number, piece in stage.blocks.items()]
+        reached = [block for block in blocks if block[0] in stage.reached]
         self.unreached = [piece for number, piece in stage.blocks.items() if number not in stage.reached]
-        further = [(piece, saved(number, piece)) for number, piece in stage.further.items()]
+        further = [(number, piece, saved(number, piece)) for number, piece in stage.further.items()]
         # In ``stage.beside`` nothing of blocks of multi-token prediction is dropped.
-        dropped = sum(piece.kept - trace.kept for piece, trace in further)
+        dropped = sum(piece.kept - trace.kept for _, piece, trace in further)
         self.exit = stage.behind[0].kept if stage.behind else 0
-        self.kept = _sum(stage.beside, "kept") - dropped + sum(trace.kept for _, trace in reached)
+        self.kept = _sum(stage.beside, "kept") - dropped + sum(trace.kept for *_, trace in reached)
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
         self.output = self.cut * (self.logits or work.between_blocks)
         self.kept += self.output
         if self.cut and not stage.first and reached:
             # Autograd keeps what a stage is given, which may be the output of the stage before, also if the
             # first block does not.
-            self.kept += work.between_blocks * (not own_input) - reached[0][1].kept_input
+            self.kept += work.between_blocks * (not own_input) - reached[0][2].kept_input
         self.runs = self._runs([*blocks, *further], len(reached) + len(further))
         self.further = len(further)
         self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
         self.first_part, self.halfway = self._in_two(work, zero) if work.in_two else (0.0, 0.0)
-        #: The pieces of a backward in two in the order of its second part, and how many are alike.
-        self.in_two = [(run.piece, run.number) for run in reversed(self.runs)]
-        self.in_two += [(piece, 1) for piece in stage.behind if piece not in stage.further.values()]
+        #: The pieces of a backward in two in the order of its second part, how many are alike, and the number
+        #: of a block.
+        self.in_two = [(run.piece, run.number, run.block) for run in reversed(self.runs)]
+        self.in_two += [(piece, 1, -1) for piece in stage.behind if piece not in stage.further.values()]
 
-    def _runs(self, blocks: Sequence[tuple[Piece, Trace]], reached: int) -> list[Run]:
+    def _runs(self, blocks: Sequence[tuple[int, Piece, Trace]], reached: int) -> list[Run]:
         # FSDP gathers ahead the block that ran before, of the same stage (``ForwardOrder``).
         runs, place = list[Run](), len(blocks)
-        for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda pair: id(pair[1])):
-            pairs = [*alike]
-            place -= len(pairs)
+        for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda block: id(block[2])):
+            run = [*alike]
+            place -= len(run)
             # Of a block with experts apart it gathers these later.
-            before = blocks[place - 1][0].plain if place else None
+            before = blocks[place - 1][1].plain if place else None
             ahead = 0 if before is None else before.weights - before.experts
-            runs.append(Run(len(pairs), *pairs[0], ahead))
+            runs.append(Run(len(run), *run[0], ahead))
         return runs
 
     def _in_two(self, work: Work, zero: int) -> tuple[float, float]:

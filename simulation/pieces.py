@@ -20,8 +20,9 @@ from ..layers import (
     KeyValueCache,
     attention_kinds,
     checkpoint_blocks,
+    stacks_of_experts,
 )
-from ..parallel_state import ParallelState, declarations
+from ..parallel_state import ParallelState
 from .loss_trace import loss_trace, output_of
 from .micro_batch import MicroBatch
 from .piece import InTwo, Piece
@@ -104,7 +105,7 @@ class ModelPieces:
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(
                     lambda x: block(x, inputs), self._hidden(batch), own,
-                    apart=self._apart(block), reached=reached, in_two=in_two,
+                    apart=stacks_of_experts(block, self.state.layout), reached=reached, in_two=in_two,
                 )  # fmt: skip
 
         return self._piece(("block", kind, batch, reached), take)
@@ -210,13 +211,6 @@ class ModelPieces:
                     del y
                     caches[kind] = cache.bytes - before
             return Generation(caches, recorder.peak + x.nbytes - sum(caches.values()))
-
-    def _apart(self, block: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of a block that FSDP gathers by themselves: of experts that ranks share."""
-        if self.state.layout.expert == 1:
-            return []
-        stated = declarations(block)
-        return [weight for name, weight in block.named_parameters() if stated[name].experts]
 
     def _hidden(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""

@@ -20,9 +20,11 @@ class Trace:
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
-    Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients,
-    and those beside ``kept`` without these, with those of other weights: ``to_experts`` when the first one is
-    made, ``at_experts`` when the last one is there, ``after_experts`` the most since then.
+    Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients;
+    ``at_experts``: those beside ``kept`` without these, with those of other weights, when the last one is
+    there. The next four are the most with those of all weights: ``copied_experts`` while they run again, or
+    else as their backward begins, ``to_experts`` until then, ``in_experts`` from then until the last one is
+    there, and without theirs ``after_experts`` since then.
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
@@ -41,8 +43,10 @@ class Trace:
     with_gradients: int = 0
     gradients: int = 0
     experts: int = 0
-    to_experts: int = 0
     at_experts: int = 0
+    copied_experts: int = 0
+    to_experts: int = 0
+    in_experts: int = 0
     after_experts: int = 0
     first_part: int = 0
     waiting: int = 0

@@ -52,7 +52,7 @@ def trace(
     parameters: Sequence[nn.Parameter],
     *,
     others: Sequence[nn.Parameter] = (),
-    apart: Sequence[nn.Parameter] = (),
+    apart: Sequence[nn.Module] = (),
     reached: bool = True,
     in_two: InTwo = False,
     scalar: bool = False,
@@ -60,12 +60,13 @@ def trace(
     """Trace ``run(x)`` of an ``x`` that ``make`` makes, and its backward, inside ``shapes_only``.
 
     ``run`` returns a tensor or several. ``parameters``: those of the piece; ``others``: those that it uses
-    and that belong to another piece, whose gradients are not counted. ``apart``: those of the piece that FSDP
-    gathers and sums by themselves. ``reached``: whether a backward comes to ``x``. ``in_two``: whether the
-    backward has two parts; the second one is noted where the piece is ``"followed"`` by others. ``scalar``:
-    whether ``run`` gives a loss, whose gradient is a number.
+    and that belong to another piece, whose gradients are not counted. ``apart``: modules of the piece whose
+    parameters FSDP gathers and sums by themselves. ``reached``: whether a backward comes to ``x``.
+    ``in_two``: whether the backward has two parts; the second one is noted where the piece is ``"followed"``
+    by others. ``scalar``: whether ``run`` gives a loss, whose gradient is a number.
     """
-    weights, summed = [*parameters, *others], dict[int, int]()
+    weights, summed, runs = [*parameters, *others], dict[int, int](), list[int]()
+    of_apart = [weight for module in apart for weight in module.parameters()]
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
 
     def note(parameter: Tensor) -> None:
@@ -76,6 +77,9 @@ def trace(
         weight.grad = None
         if weight.requires_grad:
             hooks.append(weight.register_post_accumulate_grad_hook(note))
+    for module in apart:
+        hooks.append(module.register_forward_pre_hook(lambda *_: runs.append(recorder.at)))
+        hooks.append(module.register_forward_hook(lambda *_: runs.append(recorder.at)))
     anchor = torch.empty((), requires_grad=reached)
     with recorder:
         if in_two:
@@ -109,7 +113,8 @@ def trace(
                 made.clear()
                 total.backward()
                 del total
-                left, peaks = _in_backward(recorder, start, sizes["kept"], parameters, others, apart, summed)
+                of = parameters, others, of_apart
+                left, peaks = _in_backward(recorder, start, sizes["kept"], *of, summed, runs)
                 sizes |= left
                 instants |= peaks
     for hook in hooks:
@@ -131,6 +136,7 @@ def _in_backward(
     others: Sequence[nn.Parameter],
     separate: Sequence[nn.Parameter],
     summed: dict[int, int],
+    runs: Sequence[int],
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
     that began after the operator before ``start``.
@@ -155,11 +161,18 @@ def _in_backward(
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
     sizes = {"gradients": sum(own.values())}
     if experts := {made[id(weight)]: id(weight) for weight in separate if id(weight) in made}:
-        without = beside(apart | experts.keys())
-        first = max(min(storage.made for storage in experts) - start - 1, 0)
+        without, all_made = beside(apart | experts.keys()), instants["with_gradients"]
+        first = max(min(storage.made for storage in experts) - start, 1)
         last = max(summed[number] for number in experts.values()) - start
-        sizes |= {"experts": sum(own[storage] for storage in experts), "to_experts": without[first]}
-        sizes |= {"at_experts": without[last], "after_experts": max(without[last:])}
+        sizes |= {"experts": sum(own[storage] for storage in experts), "at_experts": without[last]}
+        again = [at - start for at in runs if at >= start] or [first - 1]
+        for name, of, begin, end in (
+            ("copied_experts", without, again[0], again[-1] + 1),
+            ("to_experts", without, 0, first),
+            ("in_experts", all_made, first, last + 1),
+            ("after_experts", without, last, len(without)),
+        ):
+            instants[name] = [of[at] if begin <= at < end else -forward_bytes for at in range(len(of))]
     return sizes, instants
 
 

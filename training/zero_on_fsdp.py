@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ..layers import find_blocks, keep_aside
+from ..layers import find_blocks, keep_aside, stacks_of_experts
 from ..parallel_state import (
     Layout,
     ParallelState,
@@ -76,7 +76,7 @@ def shard_over_data(
         if offload
         else OffloadPolicy()
     )
-    cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
+    cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model, state.layout)
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
     alike: dict[str, Any] = {
         "shard_placement_fn": cut, "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting
@@ -115,15 +115,6 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
                 engine.sum_on_one_rank(module)
             else:
                 module.set_gradient_divide_factor(1.0)
-
-
-def stacks_of_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are stacks of experts."""
-    return [
-        module
-        for module in model.modules()
-        if any(stated.experts for stated in module.__dict__.get("declared", {}).values())
-    ]
 
 
 def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Shard | None]:

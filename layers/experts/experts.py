@@ -15,6 +15,7 @@ from ...parallel_state import (
     Declaration,
     DeclaredModule,
     Initial,
+    Layout,
     ParallelState,
     Uniform,
     alone_or,
@@ -178,6 +179,16 @@ def attach_expert_lora(
     adapter = LowRank(part, f"lora_A_{'_'.join(outputs)}", b, scale, grouped_mm)
     factors = [factors_of(stacks[output], r, ("tensor",), experts.transposed) for output in outputs]
     add_adapter(experts, adapter, factors)
+
+
+def stacks_of_experts(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """Return the modules whose stacks of experts FSDP gathers by themselves: all, if ranks share them out."""
+    return [
+        module
+        for module in model.modules()
+        if layout.expert > 1
+        and any(stated.experts for stated in module.__dict__.get("declared", {}).values())
+    ]
 
 
 def _rows(bias_EF: Tensor, counts: Sequence[int], made_MF: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoints import load, save
+from ...layers import stacks_of_experts
 from ...parallel_state import (
     BadInput,
     Declaration,
@@ -25,7 +26,7 @@ from ...ranks.pickling import FunctionName, unpack
 from ...training.precision import Precision
 from ...training.samples import Samples, shard_batch
 from ...training.step import Step
-from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
+from ...training.zero_on_fsdp import shard_over_data
 from ..layouts import Observation, observe, roughen
 from ..recorder import Recorder, Seen
 
@@ -94,7 +95,7 @@ def run_trial(
         if any(misfits) or set().union(*declared) != set(expected):
             return witnessed  # nothing that follows would say more
     # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
-    apart = stacks_of_experts(model) if state.layout.expert > 1 else []
+    apart = stacks_of_experts(model, state.layout)
     unwatched = {within for experts in apart for within in experts.modules()}
     watched = {name for name, module in model.named_modules() if module not in unwatched}
     count = len(next(iter(batch.values()))) // state.layout.data // trial.micro_batch
