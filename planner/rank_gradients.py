@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ..parallel_state import BUFFER_DTYPE
 from .rank_parameters import Group, RankParameters
+from .stage_costs import Run
 from .step_shape import Work
 
 
@@ -63,9 +64,6 @@ class RankGradients:
         self._root = sum(map(self.lasts, ends)) if apart else self.lasts(parameters.root)
         self.lasting = self.lasts(total) - self.lasts(parameters.root) + self._root + waiting
         self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
-        #: The buffer that the last sum of a backward leaves.
-        largest = self.root or parameters.largest_trained_block
-        self.buffer = largest * work.reduce * (self.each and self.leaves_buffer)
 
     def lasts(self, group: Group) -> float:
         """Return how many bytes last of the gradients of a group."""
@@ -78,6 +76,18 @@ class RankGradients:
     def shards(self, group: Group) -> float:
         """Return the bytes of what stays on the device of a group's gradients after their sum."""
         return 0 if self.work.offload else group.trained_stored * self.work.master
+
+    def buffer(self, stage: int, runs: Sequence[Run]) -> float:
+        """Return the bytes of the buffer that the last sum of a stage's backward leaves: of the root, if the
+        stage uses it, or else of the first block; of one in two of the last block, and of its experts.
+        """
+        elements: float = self.root * (stage in (0, self.work.layout.stages - 1))
+        if not elements and runs:
+            run = runs[0 if self.work.in_two else -1]
+            of_experts = run.trace.experts if self.work.in_two else 0
+            elements = (of_experts or run.piece.gradients - run.trace.experts) / self.made
+        elements = elements or self.parameters.largest_trained_block
+        return elements * self.work.reduce * (self.each and self.leaves_buffer)
 
     def given_back(self, group: Group) -> float:
         """Return what the sum of a group's gradients gives back in a step's last backward."""

@@ -160,14 +160,6 @@ class RankParameters:
         """Return the most elements of a trained parameter of a block."""
         return max((group.largest for group, _ in self.blocks), default=0)
 
-    @cached_property
-    def sums_of_stages(self) -> tuple[tuple[int, int], ...]:
-        """Return for each stage the elements of its blocks: (computed with, trained)."""
-        return tuple(
-            (sum(n * group.here for group, n in blocks), sum(n * group.trained for group, n in blocks))
-            for blocks in self.stages
-        )
-
 
 def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
     """Tell whether blocks and ends of a model are planned apart, as it says (``in_pieces``); another module

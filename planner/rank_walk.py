@@ -41,6 +41,8 @@ class RankWalk:
             stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.here, largest=largest)
             for number, stage in zip(self.here, stages, strict=True)
         ]
+        runs = [stage.runs for stage in self.stages]
+        self.buffers = [*map(self.gradients.buffer, self.here, runs)]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
@@ -115,8 +117,11 @@ class RankWalk:
         # In the last backward of a stage.
         self.summed = instant.summed
         first = len(self.absent) == len(self.stages)
-        self.before = self.left = 0.0 if first or self.work.micro_batches == 1 else gradients.buffer
-        self.last_sum = 0.0 if first else gradients.last_sum
+        buffers = [each for number, each in enumerate(self.buffers) if number not in self.absent]
+        self.before = self.left = max(buffers, default=0.0) * (self.work.micro_batches > 1)
+        # The first sum is the gradient itself; of two micro-batches another end's second one may come before.
+        few = self.work.micro_batches == 2 and not (self.parameters.ends and place in self.absent)
+        self.last_sum = 0.0 if first or few else gradients.last_sum
         not_yet = sum(gradients.lasts(gradients.stages[place]) for place in self.absent)
         return root + not_yet + sum(gradients.given_back(gradients.stages[place]) for place in instant.summed)
 
@@ -159,6 +164,8 @@ class RankWalk:
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         self._forwards(stage)
         ahead = stage.runs[0].piece.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
+        if zero3 and self.cut and (exit or self.here[place] == 0):  # FSDP gathers the root beside a block
+            self.note(self.parameters.root.here * self.made + ahead)
         # The gradients of the output layer wait for the root's, and a tied weight's for its second part.
         waits = (tied if gradients.adds else exit) * gradients.of_head
         if first and gradients.adds:
@@ -197,13 +204,13 @@ class RankWalk:
         zero3, drops, first = self.zero == 3, last and self.drops, place in self.absent
         summing = gradients.each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
-        # What lasts of a block's gradients from its backward on, and what their sum gives back.
-        group = self.parameters.group(run.block)
-        lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
-        experts = trace.experts
+        group, experts = self.parameters.group(run.block), trace.experts
         own, rest = weights - experts, grads - experts
+        # What lasts of a block's gradients from its backward on, less what their sum gives back.
+        lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
+        of_experts = lasting * experts / max(grads, 1) * summing
         left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
-        summed = gradients.summed(rest / self.made, self.parameters.largest_of_blocks)
+        summed = gradients.summed(rest / self.made, min(group.last, rest / self.made))
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
@@ -214,7 +221,7 @@ class RankWalk:
             # FSDP copies what it received before it gathers the block before, or the block's own experts.
             self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
             if experts and summing:
-                self._experts(trace, most, came, waits, ahead, drops=drops)
+                self._experts(trace, most, came, waits, ahead, of_experts, drops)
             else:
                 self.note(most - came + waits + zero3 * weights + ahead)
             self.now -= trace.kept
@@ -223,14 +230,14 @@ class RankWalk:
                 self.left = 0.0
                 self.note(summed + waits + ahead)
                 self.left = left
-            self.missing -= lasting
+            self.missing -= lasting - of_experts
 
     def _forwards(self, stage: StageBytes) -> None:
         """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-        zero3, weights = self.zero == 3 and bool(stage.runs), stage.runs[0].piece.weights if stage.runs else 0
-        experts = stage.runs[0].trace.experts if stage.runs else 0
+        zero3, block = self.zero == 3 and bool(stage.runs), stage.runs[0].trace if stage.runs else Trace()
         # FSDP keeps what it received for a group until it has gathered the next one.
-        self.note(self._made_in_last(stage) + zero3 * (weights + max(experts, weights - experts)))
+        received = max(block.experts, block.weights - block.experts)
+        self.note(self._made_in_last(stage) + zero3 * (block.weights + received))
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
@@ -238,10 +245,10 @@ class RankWalk:
             self.note(self.work.between_blocks - stage.kept + made + zero3 * 3 * stage.largest)
 
     def _experts(
-        self, trace: Trace, most: float, came: float, waits: float, ahead: float, *, drops: bool
+        self, trace: Trace, most: float, came: float, waits: float, ahead: float, lasting: float, drops: bool
     ) -> None:
         """Note the instants of a block whose experts FSDP gathers and sums apart, and before it. With their
-        backward it gathers the block before, ``ahead``; see ``_blocks``.
+        backward it gathers the block before, ``ahead``; see ``_blocks``. ``lasting``: of their gradients.
         """
         experts, zero3, gradients = trace.experts, self.zero == 3, self.gradients
         beside, elements = waits + zero3 * trace.weights, experts / self.made
@@ -255,6 +262,7 @@ class RankWalk:
         summed = gradients.summed(elements, self.parameters.largest_of_blocks, experts=True)
         self.note(trace.at_experts + beside + summed)
         self.left = elements * self.work.reduce * gradients.leaves_buffer
+        self.missing -= lasting
         self.note(trace.after_experts + beside)
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:

@@ -17,7 +17,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     of the root that it computes the gradients of; ``last``: whether it is the last one of its stage.
     """
     gradients, stage = walk.gradients, walk.stages[place]
-    computed, trained = walk.parameters.sums_of_stages[place]
+    computed, trained = gradients.stages[place].here, gradients.stages[place].trained
     zero3, largest, first = walk.zero == 3, walk.parameters.largest_trained_block, place in walk.absent
     walk.now += computed * walk.made * zero3
     before, missing = walk.now, walk.missing
@@ -33,7 +33,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
         made += number * grads
         if first and adds and block >= 0:
             walk.missing -= number * gradients.lasts(walk.parameters.group(block))
-    walk.now = before - (stage.halfway + stage.kept - stage.logits)
+    walk.now = before - (stage.halfway + stage.kept)
     made = (trained + exit) * walk.made
     summing = last and gradients.in_last
     if not (gradients.each or summing or adds):
