@@ -49,7 +49,7 @@ ABOUT_MACHINES = {
     "planner/dry_run.py": ["torch.cuda"] * 2,
     "planner/search/ranks_left.py": ["torch.cuda"] * 2,
     "planner/time/measured.py": ["facts.get('device') == 'cuda'"],
-    "training/supervised.py": ["torch.cuda"],
+    "training/supervised.py": ["loaded.device == 'cuda'", "torch.cuda"],
 }
 
 

@@ -73,7 +73,7 @@ def test_an_absurd_recipe_is_refused_before_its_keys_are_judged(tmp_path, text, 
 def test_an_override_of_too_many_parts_is_refused_before_anything_is_made(levels):
     raw = {}
     with pytest.raises(BadInput, match="levels") as caught:
-        recipe._apply(raw, ".".join(["a"] * levels) + "=1")
+        recipe._changed(raw, [".".join(["a"] * levels) + "=1"])
     assert raw == {} and len(str(caught.value)) < 300
 
 
