@@ -5,12 +5,13 @@ these steps makes the bound tighter; a flow and a store have two bounds in turn,
 at the end. What is timed waits for its turn like the groups: if it comes first, no layout is faster.
 """
 
+import fcntl
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain, count, islice
@@ -170,7 +171,9 @@ def opened_groups(request: Request, cuts: Sequence[Cut], processes: int) -> Iter
         for share, (_, sender) in zip(shares, pipes, strict=True)
     ]
     try:
-        for child in children:
+        for child, (_, sender) in zip(children, pipes, strict=True):
+            with suppress(OSError):  # room to run ahead: the results of a process may have to wait
+                fcntl.fcntl(sender, fcntl.F_SETPIPE_SZ, 1 << 20)
             child.start()
         for _, sender in pipes:
             sender.close()
