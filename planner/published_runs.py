@@ -113,6 +113,7 @@ def published_runs() -> list[PublishedRun]:
         PublishedRun(
             **{key: value for key, value in row.items() if key != "fields"}
             | {"source": raw["sources"][row["source"]], "title": raw["titles"][row["source"]]}
+            | {key: raw[key][row[key]] for key in ("attention", "exchanged") if key in row}
             | {"config": configs[row["model"]] | row.get("fields", {})}
         )
         for row in raw["run"]
@@ -140,10 +141,8 @@ def compare(run: PublishedRun) -> Comparison:
     machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth, efficiency=reached)
     timer = StepTimer(model, work, machine, split=split, compiled=run.compiled, dtype=run.dtype)
     time = timer.time()
-    plans = [
-        memory_of(work.of_pipeline(rank), timer.parameters(rank), timer.costs(rank))
-        for rank in range(layout.pipeline)
-    ]
+    ranks, work_of = range(layout.pipeline), work.of_pipeline
+    plans = [memory_of(work_of(rank), timer.parameters(rank), timer.costs(rank)) for rank in ranks]
     peak = max(plan.total for plan in plans) / 2**30
     rate = time.rate / layout.world
     if run.tokens:

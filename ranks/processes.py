@@ -140,7 +140,7 @@ class Template:
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, child_socket = socket.socketpair()
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (the same)
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (exists as long as the template)
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
             [sys.executable, "-P", "-c", _COMMAND, str(child_socket.fileno()), *preload],

@@ -174,7 +174,7 @@ def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path)
     (tmp_path / "a.tmp-0123456789abcdef" / "a").write_text("half")
     with output_file(tmp_path / "a") as path:
         path.write_text("whole")
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "a.tmp-mine", "new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "a.tmp-mine", "new"}
 
 
 @pytest.fixture(scope="module")

@@ -91,20 +91,20 @@ def test_a_folder_that_cannot_be_written_to_is_a_fault_and_one_is_checked_once(t
 )
 def test_variables_that_do_harm_are_warned_of(name, value, level, monkeypatch):
     monkeypatch.setenv(name, value)
-    found = {one.check: one for one in host.check_variables()}[name]
+    found = {finding.check: finding for finding in host.check_variables()}[name]
     assert (found.level, found.found) == (level, value)
 
 
 def test_low_limits_are_warned_of(monkeypatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda which: (256, 4096))
     monkeypatch.setattr(host, "memory_available", lambda: 10**9)
-    found = {one.check: one.level for one in host.check_limits()}
+    found = {finding.check: finding.level for finding in host.check_limits()}
     assert found["memory"] == found["limit on open files"] == found["limit on processes"] == "warning"
 
 
 def test_a_compiler_that_is_missing_or_fails_is_warned_of(tmp_path, monkeypatch):
     def compiler():
-        return {one.check: one for one in host.check_software()}["C++ compiler"]
+        return {finding.check: finding for finding in host.check_software()}["C++ compiler"]
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiler().level == "warning"
@@ -118,7 +118,7 @@ def test_a_compiler_that_is_missing_or_fails_is_warned_of(tmp_path, monkeypatch)
 def test_a_driver_beside_a_cpu_build_of_torch_is_a_fault(monkeypatch):
     monkeypatch.setattr(host.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert {one.check: one for one in host.check_software()}["torch's build"].level == "fault"
+    assert {finding.check: finding for finding in host.check_software()}["torch's build"].level == "fault"
 
 
 def test_a_gpu_is_judged_by_its_memory_its_errors_and_its_name(monkeypatch):

@@ -1,5 +1,6 @@
 """Published runs: the page is what the planner predicts today, and the planner knows none of the rows."""
 
+import json
 import re
 from pathlib import Path
 from statistics import median, quantiles
@@ -7,7 +8,7 @@ from statistics import median, quantiles
 import pytest
 import trilith
 from trilith.planner.published_runs import compare, corrected, page, published_runs
-from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER
+from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
 
 ROOT = Path(trilith.__path__[0])
 PAGE = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
@@ -20,6 +21,16 @@ def found():
 
 def test_the_page_is_what_the_planner_predicts(found):
     assert page(found) == PAGE, "run `make docs`"
+
+
+def test_products_on_an_h100_have_the_rate_of_a_profiled_step(found):
+    measured = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["rows"]
+    profiled = next(row for row in measured if row["name"] == "Llama 3.2 1B, compiled, profiled")
+    compared = next(row for row in found if row.run.compiled and row.run.model == "llama-3.2-1b")
+    flops = 3 * compared.time.flops.matrices * compared.time.tokens
+    machine = machine_named("h100-80gb")
+    reached = machine.peak("bfloat16") * machine.efficiency.products
+    assert reached == pytest.approx(1e3 * flops / profiled["figures"]["products: ms"], rel=2e-3)
 
 
 def test_every_row_names_its_source_its_gpus_and_one_speed(found):
