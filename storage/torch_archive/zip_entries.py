@@ -15,7 +15,7 @@ from zipfile import BadZipFile, ZipFile
 from ...parallel_state import BadInput
 from ..strict_json import shown
 
-_END, _CENTRAL, _LOCAL = b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04"
+_END, _LOCATOR_64, _CENTRAL, _LOCAL = b"PK\x05\x06", b"PK\x06\x07", b"PK\x01\x02", b"PK\x03\x04"
 #: Bytes of the end, of what stands before it in an archive of 64 bits, and of an entry's own header.
 _END_SIZE, _END_64_SIZE, _LOCAL_SIZE = 22, 56 + 20, 30
 #: The most entries, and bytes of their directory.
@@ -59,7 +59,10 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
     except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:  # what zipfile raises
         refuse("the directory of a zip archive", shown(str(error)))
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-    if min(len(infos), 0xFFFF) != count:
+    end_64 = raw[-_END_SIZE - _END_64_SIZE : -_END_SIZE]
+    if end_64[56:60] == _LOCATOR_64:  # ``zipfile`` reads the directory's place there, and not the count
+        (count,) = struct.unpack_from("<Q", end_64, 32)
+    if len(infos) != count:
         refuse(f"{count:,} entries", f"{len(infos):,}")
     entries: dict[str, ZipEntry] = {}
     before = begin

@@ -298,6 +298,15 @@ def test_the_archive_that_these_were_made_of_is_read(tmp_path):
         open_state_dict(tmp_path / "twice.bin")
 
 
+@pytest.mark.parametrize(("place", "message"), [(32, "entries"), (0, "the directory of a zip archive")])
+def test_a_damaged_end_of_64_bits_is_refused(place, message, tmp_path):
+    torch.save({"w": torch.arange(4)}, tmp_path / "model.bin")
+    raw = bytearray((tmp_path / "model.bin").read_bytes())
+    raw[raw.rindex(b"PK\x06\x06") + place] ^= 1
+    (tmp_path / "model.bin").write_bytes(raw)
+    assert message in refused(open_state_dict, tmp_path / "model.bin")
+
+
 def test_a_tensor_behind_many_other_entries_is_read(tmp_path):
     vocabulary = {str(number): number for number in range(100_001)}
     torch.save(vocabulary | {"w": torch.arange(4)}, tmp_path / "model.bin")
