@@ -147,7 +147,8 @@ def _attention_of_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if dropout_p or q.shape[-1] != v.shape[-1] or q.ndim != 4:
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p or learned or q.shape[-1] != v.shape[-1] or q.ndim != 4:
         return NotImplemented
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))

@@ -12,6 +12,7 @@ from ...checkpoints import begin_moments
 from ...data import Batch
 from ...parallel_state import ParallelState, engine
 from ...parallel_state.engine import accelerator, local_data
+from ...pipeline.relay import StageOutput
 from ...recipes.recipe import Recipe
 from ...simulation.backend import NAME, register
 from ...simulation.collectives import axes_of_groups
@@ -47,6 +48,7 @@ def simulate_step(
     recipe = recipe.model_copy(update={"compile": False})
     kernels = kernels or ("gpu" if recipe.device == "cuda" else "cpu")
     rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
+    outputs = _outputs_of_stages(recipe, planned)
     with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
         built = build(recipe, planned, state)
         own = planned.own
@@ -57,21 +59,31 @@ def simulate_step(
         if own is not None:
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
             first = some_samples(batch, 0, few)
-            _assume_stages(built, recipe, planned, batch)
+            if outputs:
+                _assume_stages(built, recipe, outputs, batch)
         return simulated_steps(ledger, built, [first, batch], built.update, kernels)
 
 
-def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str, Tensor]) -> None:
-    """Tell the step of a user's module what its stages give: one rank alone cannot try them all."""
-    layout, stages, size = recipe.layout, built.step.stages, recipe.data.micro_batch
-    if layout.pipeline == 1:
-        return
+def _outputs_of_stages(recipe: Recipe, planned: Plan) -> list[StageOutput]:
+    """Return what the stages of a user's module give, found where no group stands for those of its ranks; an
+    empty list without stages.
+    """
+    if planned.own is None or recipe.layout.pipeline == 1:
+        return []
     assert isinstance(planned.family, OwnFamily)
-    model = own_model(planned.family, planned.config, layout)
-    stages.assume(model.outputs(work_of(recipe, planned), recipe.layout_section.split))
+    model = own_model(planned.family, planned.config, recipe.layout)
+    return model.outputs(work_of(recipe, planned), recipe.layout_section.split)
+
+
+def _assume_stages(
+    built: Built, recipe: Recipe, outputs: list[StageOutput], batch: dict[str, Tensor]
+) -> None:
+    """Tell the step of a user's module what its stages give: one rank alone cannot try them all."""
+    stages, size = built.step.stages, recipe.data.micro_batch
+    stages.assume(outputs)
     if stages.has_last:  # which also tells what the loss is given
         stages.describe(
-            layout.stages - 1,
+            recipe.layout.stages - 1,
             {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()},
         )
 

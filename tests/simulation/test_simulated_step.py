@@ -8,8 +8,10 @@ import json
 import os
 import re
 import signal
+import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,6 +30,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.simulation import StepRecord, forms
 from trilith.simulation.operators import facts_of
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CASE = Case(
     TINIEST_LLAMA,
     Layout.of(tensor=2, sequence=True, data=2, zero=3),
@@ -100,6 +103,17 @@ def test_the_plan_counts_what_waits_for_the_second_part_of_a_backward(worker, tm
     )
     planned = dry_run(zbv, rank=2).rank.memory.total
     assert planned / worker.simulate(zbv, 2).peak == pytest.approx(1, abs=0.003)
+
+
+def test_stages_of_a_users_module_have_their_tensor_ranks_and_learned_masks(worker):
+    """T5's biases of attention need a gradient, which a CPU's kernel has not: the CPU composes it."""
+    raw = tomllib.loads((EXAMPLES / "t5.toml").read_text())
+    raw["model"]["module"], raw["loss"]["module"] = (f"{EXAMPLES}/t5_parallel.py:{x}" for x in ("T5", "loss"))
+    raw["data"]["module"] = f"{EXAMPLES}/own_data.py:Reversed"
+    checked = parse_recipe(raw | {"layout": {"tensor": 2, "pipeline": 2}})
+    record = worker.simulate(checked, 2)
+    assert dry_run(checked, rank=2).rank.memory.total / record.peak == pytest.approx(1, abs=0.02)
+    assert any("bmm" in operator.name for operator in record.operators)  # scores, a matrix of their own
 
 
 def test_a_worker_that_has_ended_is_an_error(tmp_path):
