@@ -191,8 +191,10 @@ def own_values(
     here = dict(module.named_parameters(recurse=False))
     names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}
     reset = getattr(module, "reset_parameters", None)
-    todo = "Declare it (declare_parameter, or declare) with an initial, or give its module reset_parameters"
-    if not callable(reset):
+    todo = "Declare it (declare_parameter, or declare) with an initial, give its module reset_parameters, or "
+    todo += "begin with weights instead"
+    # The one of declared modules fills by initial values alone.
+    if not callable(reset) or getattr(reset, "__func__", None) is DeclaredModule.reset_parameters:
         leaf = next(parameter for parameter in here if stated[names[parameter]].initial == OWN)
         expected = "an initial, or reset_parameters() of its module"
         raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)

@@ -88,11 +88,14 @@ def contents_of_run(plan: RunPlan, model: nn.Module, state: ParallelState) -> Co
     """Return what the checkpoints of a run have in common. Collective for a user's module."""
     if plan.own is not None:
         return replace(contents_of(model, None, state), companions=plan.companions)
+    frozen = {name for name, group in plan.groups.items() if group.freeze}
+    if plan.adapter is None:
+        frozen |= plan.family.untrained(plan.config)
     return Contents(
         Described(plan.family, plan.config),
         plan.hf_config,
         plan.split,
         plan.companions,
         adapter=plan.adapter,
-        frozen=frozenset(name for name, group in plan.groups.items() if group.freeze),
+        frozen=frozenset(frozen),
     )

@@ -98,6 +98,13 @@ class Family:
         """Return the declarations of a model or stage that are this family's to load, save and exchange."""
         return declarations(model)
 
+    def untrained(self, config: ModelConfig) -> frozenset[str]:
+        """Return the names of parameters that are kept as they are, such as those of an image encoder beside
+        a decoder: they have no moments.
+        """
+        parameters = self.on_meta(config).named_parameters()
+        return frozenset(name for name, parameter in parameters if not parameter.requires_grad)
+
     def links(self, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
         tensors. They are shared: leave them as they are.

@@ -61,7 +61,10 @@ class StandIn(nn.Module):
         if self.ends:
             raise StageEnd(x)
         if "num_embeddings" in vars(self):
-            return torch.zeros(1, 1, vars(self)["embedding_dim"], device=x.device)
+            # Tables of positions are given shapes, nothing or the mask first, which may have no memory.
+            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            like = min(tensors, key=lambda tensor: tensor.is_meta)
+            return torch.zeros(1, 1, vars(self)["embedding_dim"], device=like.device)
         x = x if self.received is None else self.received
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
@@ -73,17 +76,25 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
     for number, block in enumerate(model.get_submodule(shown.blocks) if shown.blocks else ()):
         if number not in stage.blocks:
             model.set_submodule(f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
-    elsewhere = [f"{shown.blocks}."]
-    for path, module in [*model.named_modules()]:
+    elsewhere: list[str] = []
+    for path, module in around_blocks(model, shown).items():
         here = (stage.last if path in shown.exit else stage.first) or module is but
-        own = [name for name, parameter in module._parameters.items() if parameter is not None]
-        if not own or not path or here or path.startswith(tuple(elsewhere)):
+        if here or path.startswith(tuple(elsewhere)):
             continue
         if shown.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
-            module._parameters.update(dict.fromkeys(own))
+            module._parameters.update(dict.fromkeys(module._parameters))
             continue
         model.set_submodule(path, StandIn(module))
         elsewhere.append(f"{path}.")
+
+
+def around_blocks(model: Any, shown: Probed) -> dict[str, nn.Module]:
+    """Return by path the modules with parameters of their own that are in no block."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path and not path.startswith(f"{shown.blocks}.") and [*module.parameters(recurse=False)]
+    }
 
 
 class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both have a weight

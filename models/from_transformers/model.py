@@ -4,7 +4,8 @@ all of it follows from transformers' config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -24,7 +25,7 @@ from .attention import carrier
 from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place, why_not
 from .cut import Cutter
 from .files import file_links
-from .layers import StageEnd, StandIn, without_sequence
+from .layers import StageEnd, StandIn, around_blocks, without_sequence
 from .meta import on_meta
 from .probe import probed
 
@@ -56,6 +57,9 @@ class Adopted(CausalLM):
             self.fused = Cutter(hf, cfg, shown, self.stage, state).fused
         blocks = hf.get_submodule(shown.blocks) if shown.blocks else nn.ModuleList()
         self.__dict__.update(hf=hf, blocks=blocks)  # whose modules are this one's, under their names
+        outside = [*around_blocks(hf, shown)] if self.stage.first else []
+        around = {path for path in outside if shown.blocks.startswith(f"{path}.")}
+        self.before_blocks = [path for path in outside if path not in {*shown.exit, *around}]
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
         for name, child in hf.named_children():
             self.add_module(name, child)
@@ -104,7 +108,9 @@ class Adopted(CausalLM):
             # The first own block is given x in the place of what the model makes of these.
             width = self.hf.get_input_embeddings().embedding_dim
             named["inputs_embeds"] = x.new_zeros(len(x), length, width)
-        with patch.dict(self.blocks._modules, self._stand_ins(stage, x)):
+        with ExitStack() as places:
+            for modules, stand_ins in [*self._stand_ins(stage, x)]:
+                places.enter_context(patch.dict(modules, stand_ins))
             try:
                 logits: Tensor = self.hf(**named).logits
             except StageEnd as end:
@@ -112,10 +118,10 @@ class Adopted(CausalLM):
                 return hidden
         return logits if cache is None else logits[:, -1:]
 
-    def _stand_ins(self, stage: Stage, x: Tensor) -> dict[str, nn.Module]:
-        """Return what stands in the places of blocks while one stage runs on ``x``."""
+    def _stand_ins(self, stage: Stage, x: Tensor) -> Iterator[tuple[dict[str, Any], dict[str, nn.Module]]]:
+        """Yield what stands in the places of modules while one stage runs on ``x``, by their parents' own."""
         before, after = stage.blocks[0] - 1, stage.blocks[-1] + 1
-        return {
+        yield self.blocks._modules, {
             str(number): StandIn(
                 block, outputs=self.shown.outputs,
                 received=x if number == before else None, ends=number == after,
@@ -123,6 +129,9 @@ class Adopted(CausalLM):
             for number, block in enumerate(self.blocks)
             if number in (before, after, *self.stage.blocks) and number not in stage.blocks
         }  # fmt: skip
+        for path in () if stage.first else self.before_blocks:  # as on ranks that lack the first stage
+            parent, _, name = path.rpartition(".")
+            yield self.hf.get_submodule(parent)._modules, {name: StandIn(self.hf.get_submodule(path))}
 
     def pin_attention(self, backend: PinnedBackend) -> None:
         """Let ``backend`` compute all attention, if attention is ours."""

@@ -263,7 +263,10 @@ def stepped(raw: Mapping[str, Any], state: ParallelState) -> tuple[nn.Module, St
     # Under a pipeline and under ZeRO in two micro-batches, else in one, which one process takes too.
     rows = SAMPLES // layout.data
     return model, Step(
-        model, TokenLoss(model), micro_batch=rows // 2 if layout.pipeline > 1 or layout.zero else rows
+        model,
+        TokenLoss(model),
+        schedule="interleaved" if layout.virtual_stages > 1 else "1f1b",
+        micro_batch=rows // 2 if layout.pipeline > 1 or layout.zero else rows,
     )
 
 
