@@ -13,13 +13,8 @@ from .shared.say import progress_bar, say
 
 def bench(
     *,
-    out: Annotated[
-        Path, "folder for bench.json and bench.html; holds temporary checkpoints while it runs"
-    ] = Path("trilith-bench"),
-    only: Annotated[
-        str | None,
-        "comma-separated parts to run: speed, parity, links, mfu, memory, saving, conversion",
-    ] = None,
+    out: Annotated[Path, "folder for bench.json and bench.html, and temporary files"] = Path("trilith-bench"),
+    only: Annotated[str | None, "parts to run, of speed,parity,links,mfu,memory,saving,conversion"] = None,
     minutes: Annotated[float, Range(0.1, 600), "start no new measurement after this many minutes"] = 10.0,
     device: Annotated[str | None, "cpu or cuda; default: the GPUs if there are any"] = None,
     quick: Annotated[bool, "measure tiny shapes and few steps, to see that everything runs"] = False,

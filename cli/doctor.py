@@ -22,14 +22,9 @@ def doctor(
     folders: Annotated[list[Path] | None, As("FOLDER"), "folders whose file systems to check too"] = None,
     *,
     nodes: Annotated[bool, "compare the nodes on which torchrun or srun started this command"] = False,
-    gbits: Annotated[
-        float | None, Range(0), "rate that links should have, in 10^9 bits a second, for --nodes"
-    ] = None,
+    gbits: Annotated[float | None, Range(0), "10^9 bits a second that links should have, for --nodes"] = None,
     exclude: Annotated[
-        bool,
-        As("--exclude-faulty"),
-        "add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
-        "run's, where the Slurm script of trilith launch reads it",
+        bool, As("--exclude-faulty"), "add nodes at fault to FOLDER/excluded-nodes, which job scripts read"
     ] = False,
     as_json: Annotated[bool, As("--json"), "print the findings as JSON, to send or to compare"] = False,
 ) -> None:

@@ -12,9 +12,7 @@ from .shared.say import print_table, say, table
 def inspect(
     source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
     *,
-    tensor: Annotated[
-        str | None, "name of a tensor whose minimum, maximum, mean and standard deviation to print"
-    ] = None,
+    tensor: Annotated[str | None, "tensor to print minimum, maximum, mean and standard deviation of"] = None,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
 ) -> None:

@@ -17,9 +17,7 @@ _LONGEST = 8192
 
 def models(
     name: Annotated[
-        str | None,
-        "published size, such as llama-3.1-8b, or family, such as llama; default: all families",
-        size_names,
+        str | None, "published size, such as llama-3.1-8b, or family; default: all families", size_names
     ] = None,
     *,
     json: Annotated[bool, "print one JSON object, for programs"] = False,

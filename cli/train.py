@@ -11,46 +11,30 @@ import typer
 
 from ..system.errors import BadInput
 from .shared.options import Strict, recipe_names
-from .shared.parameters import As, check_recipe_there
+from .shared.parameters import As, Overrides, check_recipe_there
 
 if TYPE_CHECKING:
     from ..training.supervised import Fit
 
 
 def train(
-    recipe: Annotated[
-        Path, "TOML file, or the name of a recipe that is installed with trilith", recipe_names
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        As("KEY=VALUE"),
-        "recipe keys to change, such as layout.tensor=2 data.global_batch=64",
-    ] = None,
+    recipe: Annotated[Path, "TOML file, or name of a recipe that is installed with trilith", recipe_names],
+    overrides: Overrides = None,
     *,
-    nproc: Annotated[
-        int | None, "number of local processes; default: the number of ranks in the layout"
-    ] = None,
-    fit: Annotated[
-        bool, "use the ranks that were started, in the fastest layout that is legal and fits"
-    ] = False,
+    nproc: Annotated[int | None, "number of local processes; default: the layout's ranks"] = None,
+    fit: Annotated[bool, "use the ranks that were started, in the fastest legal layout that fits"] = False,
     quiet: Annotated[bool, "print no progress lines"] = False,
     dry: Annotated[
-        bool,
-        As("--dry-run"),
-        "start nothing; print the memory and traffic of a rank, and whether it fits its device",
+        bool, As("--dry-run"), "start nothing; print a rank's memory and traffic, and whether it fits"
     ] = False,
-    rank: Annotated[
-        int | None, "rank to plan with --dry-run; default: the one that needs most memory"
-    ] = None,
+    rank: Annotated[int | None, "rank to plan with --dry-run; default: that which needs most memory"] = None,
     device_memory: Annotated[str | None, "memory of each device for --dry-run, such as 80GB"] = None,
     exact: Annotated[
         bool,
         "run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
         "at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
     ] = False,
-    html: Annotated[
-        Path | None, As("PAGE.html"), "page to write with --dry-run, with a picture of --exact's step"
-    ] = None,
+    html: Annotated[Path | None, As("PAGE.html"), "page to write, with a picture of --exact's step"] = None,
     strict: Strict = False,
     next_commands: Annotated[bool, typer.Option("--next/--no-next", hidden=True)] = True,
 ) -> None:

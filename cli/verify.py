@@ -11,10 +11,7 @@ from .shared.say import byte_progress, say
 
 def verify(
     source: Annotated[
-        Place,
-        As("DIR_OR_TOKENS"),
-        "checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
-        "checkpoint of another project",
+        Place, As("DIR_OR_TOKENS"), "checkpoint (any project's), run, Hugging Face folder, token file, URL"
     ],
     *,
     config: Annotated[Place | None, CONFIG] = None,

@@ -47,6 +47,11 @@ class OrAddress:
 
 
 Place = Annotated[str, OrAddress]
+#: How many of something, or nothing where the option has no number of its own.
+Count = Annotated[int, Range(1)]
+MaybeCount = Annotated[int | None, Range(1)]
+#: Recipe keys on a command line.
+Overrides = Annotated[list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"]
 Made = TypeVar("Made")
 
 
