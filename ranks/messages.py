@@ -12,6 +12,10 @@ from .pickling import FunctionName
 
 #: A template writes to a rank's life line: first the process id, at the end the exit code.
 LIFE = struct.Struct("i")
+#: Worker to parent: waiting for a call.
+READY = "ready"
+#: Parent to worker: all ranks have answered, or one has failed; destroy the process group.
+LEAVE = "leave"
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,3 @@ class Raised:
     summary: str
     traceback: str
     cause: bytes | None
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Parent to worker: all ranks have answered, or one has failed; destroy the process group."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Worker to parent: waiting for a call."""

@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from .failures import RankFailure
-from .messages import LIFE, Ready, Setting
+from .messages import LIFE, READY, Setting
 from .pickling import pack, unpack
 
 #: Seconds for a process to start and import torch, on a laptop with all cores busy.
@@ -31,7 +31,6 @@ TRACE = 3.0
 
 
 def _text_of(printed: IO[bytes]) -> str:
-    """Return what processes have printed into a file."""
     fd = printed.fileno()
     return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
@@ -57,7 +56,7 @@ class Process:
         try:
             if not self.pipe.poll(START):
                 raise EOFError
-            assert isinstance(self.receive(), Ready)
+            assert self.receive() == READY
         except EOFError:
             printed = self._template.output() + self.output()
             raise RuntimeError(f"the process of a rank did not start:\n{printed}") from None
@@ -130,13 +129,13 @@ class Process:
 _COMMAND = """
 from trilith.system import search_less_often
 search_less_often()
-from trilith.ranks.fork_server import start
+from trilith.ranks.worker import start
 start()
 """
 
 
 class Template:
-    """Hold a process that forks ranks, with these modules imported; see ``fork_server.py``."""
+    """Hold a process that forks ranks, with these modules imported; see ``worker.py``."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, child_socket = socket.socketpair()
