@@ -55,7 +55,6 @@ def in_ranks(
 
 
 def _reason(code: int, output: str) -> str:
-    """Return why a rank ended, in one line."""
     if code < 0:
         hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint}"

@@ -39,9 +39,7 @@ AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
 
 
 def operator_seconds(device: torch.device, rounds: int) -> float:
-    """Return the seconds of an operator of a block, forward and backward, with Python and autograd between
-    operators.
-    """
+    """Return the seconds of an operator of a block, forward and backward, Python and autograd included."""
     return block_seconds(device, rounds, "none") / len(_traced("none", device.type == "cuda").operators)
 
 
@@ -127,9 +125,7 @@ def exchange_figures(world: int, figures: Figures, rounds: int) -> Figures:
 
 
 def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], int]:
-    """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
-    block.
-    """
+    """Return the seconds of each kind of collective for a block of this width, and the block's bytes."""
     states = [ParallelState.start(Layout.of(data=world, zero=zero), device="cpu") for zero in (3, 0)]
     models = [_initialized(width, state) for state in (*states, ParallelState.alone())]
     sharded, whole, single = models

@@ -74,7 +74,6 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
 
 
 def _worst(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:
-    """Return the largest difference of any gradient on any rank."""
     here = {name: expected[name] for name in gradients}
     worst = torch.tensor([gap for _, gap in differences(here, [gradients])], dtype=torch.float64).max()
     return float(_over_ranks(worst, dist.ReduceOp.MAX, state))
