@@ -163,9 +163,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_collective_failure(error: Exception) -> bool:
-    """Tell whether the error says that a peer or the network failed, not this rank; torch has no single
-    type for it.
-    """
+    """Tell whether a peer or the network failed, not this rank; torch has no single type for that."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OF_A_COLLECTIVE)

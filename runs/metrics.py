@@ -153,7 +153,6 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
 
 def _step(line: Mapping[str, Any] | None) -> int | None:
-    """Return the step of a line, or ``None``."""
     step = None if line is None else line.get("step")
     return step if type(step) is int and step >= 0 else None
 
