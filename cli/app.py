@@ -83,27 +83,21 @@ class _Command(_BareFlags, typer.core.TyperCommand):
         if not ctx.resilient_parsing and (refusal := what_to_type(args, options, arguments)):
             raise typer.BadParameter(refusal, ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
-        _check_replaced(ctx.params)
-        for parameter in self.get_params(ctx):
+        files: dict[bool, list[Path]] = {True: [], False: []}
+        for parameter in parameters:
             value = ctx.params.get(parameter.name)
             for path in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(path, Path) and (address := address_of(path)) is not None:
                     todo = "Copy between the two with the store's own command, such as aws s3 cp --recursive"
                     refusal = f"expected a path of this machine, found the address {address}. {todo}"
-                    raise typer.BadParameter(refusal, ctx, cast(Any, parameter))
+                    raise typer.BadParameter(refusal, ctx, parameter)
+                if isinstance(path, str | Path) and os.path.isfile(path):
+                    files[parameter.name in _OUTPUTS].append(Path(path))
+        for output in files[True]:  # which would replace a file that the command reads
+            from ..storage.output_places import check_outside
+
+            check_outside(output, files[False])
         return rest
-
-
-def _check_replaced(values: Mapping[str, Any]) -> None:
-    """Refuse an output that would replace a file which the command reads."""
-    paths: dict[bool, list[Path]] = {True: [], False: []}
-    for name, value in values.items():
-        each = value if isinstance(value, list | tuple) else (value,)
-        paths[name in _OUTPUTS] += [Path(path) for path in each if isinstance(path, str | Path)]
-    for output in filter(os.path.isfile, paths[True]):
-        from ..storage.output_places import check_outside
-
-        check_outside(output, [path for path in paths[False] if os.path.isfile(path)])
 
 
 class _Program(_BareFlags, typer.core.TyperGroup):
@@ -138,7 +132,6 @@ def _without_parameters(command: Callable[..., Any]) -> Callable[[], None]:
 
 @lru_cache(maxsize=64)
 def _program(commands: tuple[Callable[..., Any], ...], overview: bool) -> Callable[..., Any]:
-    """Return the command line of these commands."""
     return typer.main.get_command(make_app(commands, overview=overview))
 
 

@@ -105,6 +105,5 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
 
 
 def _end(findings: Sequence[Finding]) -> None:
-    """End with 3 if there is a fault."""
     if any(finding.level == "fault" for finding in findings):
         raise typer.Exit(3)

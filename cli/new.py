@@ -66,7 +66,6 @@ def new(
 
 
 def _asked(value: object, option: str, question: str) -> str:
-    """Return the value, or ask for it on a terminal."""
     if value is not None:
         return str(value)
     if not sys.stdin.isatty():

@@ -109,5 +109,4 @@ def parity(
 
 
 def _option(key: str) -> str:
-    """Return the option that has the value of a recipe's key."""
     return "--sequence-parallel" if key == "sequence" else f"--{key.replace('_', '-')}"

@@ -153,7 +153,6 @@ def _flag(option: str) -> str:
 
 
 def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> Explanation:
-    """Put the numbers into the topic's formulas."""
     from ..planner.explanation import Given, explain
 
     options, _ = read_table()
@@ -238,7 +237,6 @@ _PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def _show(explanation: Explanation, as_json: bool) -> None:
-    """Print an explanation: what is given, each result with its arithmetic, notes, sources."""
     from dataclasses import asdict
 
     from ..planner.explanation import plain, readable

@@ -124,7 +124,6 @@ def _constructor(entry: Entry, node: ast.ClassDef) -> list[str]:
 
 
 def _head(entry: Entry) -> str:
-    """Return the signature, one argument a line where it is long."""
     node = entry.node
     if isinstance(node, ast.FunctionDef):
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""

@@ -172,9 +172,7 @@ def check_recipe_there(recipe: str | Path) -> None:
 
 
 def check_model_there(model: str) -> None:
-    """Raise ``BadInput`` where neither a file or folder is nor a published size or a recipe has this
-    name.
-    """
+    """Raise ``BadInput`` for a name of no file or folder, and of no published size or recipe."""
     names = model_names("")
     if model.lower() in names or os.path.lexists(model):
         return

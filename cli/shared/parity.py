@@ -150,9 +150,7 @@ def _load(question: Question) -> PreTrainedModel:
 
 
 def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
-    """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
-    and the features of its output that belong to them.
-    """
+    """Return for each of their modules ours, or our block, and the features of its output that are ours."""
     counterparts: dict[str, dict[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
@@ -169,7 +167,6 @@ def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
 
 
 def _gradients(links: Sequence[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         stop = link.ours_box.stop
