@@ -19,8 +19,7 @@ import typer.core
 import typer.main
 from typer.main import get_command_name
 
-from ..system import check_enough, refusal_of, visible
-from ..system.addresses import address_of
+from ..system import address_of, check_enough, refusal_of, visible
 from ..system.standard_streams import drop_output, name_standard_output, pass_any_character, reader_is_gone
 from .errors import INTERRUPTED, explain, write_error
 from .plan import plan

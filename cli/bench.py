@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import TESTED
 from .shared.parameters import Range, from_options
 from .shared.say import progress_bar, say

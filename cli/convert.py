@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..system import counted, no_garbage_search
-from ..system.errors import BadInput
+from ..system import BadInput, counted, no_garbage_search
 from ..system.read_ahead import read_ahead
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Count, Place, check_weights_there, from_options, written

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import TESTED
 from .shared.parameters import As, Range, check_there
 from .shared.say import say, say_json, table

@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import print_table, say, table

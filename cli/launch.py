@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import FORCE, recipe_names
 from .shared.parameters import MaybeCount, Overrides, Range, check_recipe_there
 from .shared.say import say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import size_names
 from .shared.say import say, say_json
 

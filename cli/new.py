@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import FORCE, GPU_TYPE, size_names
 from .shared.parameters import As, MaybeCount, Range, check_model_there, check_tokens_there, from_options
 from .shared.say import say

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import (
     IMPLEMENTATION,
     SCHEDULES,

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..system import counted, no_garbage_search
-from ..system.errors import BadInput
+from ..system import BadInput, counted, no_garbage_search, usable_cores
 from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
 from .shared.parameters import As, MaybeCount, Range, check_model_there
 from .shared.say import progress_bar, say
@@ -163,7 +162,6 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
 
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..system.machine import usable_cores
 
     results: list[Found | Unmet] = []
     shown, cores = SHOWN if len(requests) == 1 else 1, usable_cores()

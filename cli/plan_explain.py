@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import SCHEDULES, parse_amount
 from .shared.parameters import As, Range, written
 from .shared.say import say, say_json

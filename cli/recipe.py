@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import FORCE
 from .shared.parameters import As, MaybeCount, check_there
 from .shared.say import say

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import INPUTS, JSON_KEY
 from .shared.parameters import As, MaybeCount, Range, check_there, from_options, written
 from .shared.say import byte_progress, say, token_progress

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system import counted, no_garbage_search
-from ..system.errors import BadInput
+from ..system import BadInput, counted, no_garbage_search
 from .shared.options import Strict, parse_size, recipe_names
 from .shared.parameters import As, Overrides, check_recipe_there
 from .shared.say import print_table, say, table

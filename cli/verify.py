@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import byte_progress, say

@@ -15,8 +15,7 @@ import torch
 from ..ranks import RankError, run_fresh
 from ..ranks.pickling import FunctionName
 from ..storage.small_files import read_json
-from ..system import quiet_libraries, whole_number
-from ..system.machine import usable_cores
+from ..system import quiet_libraries, usable_cores, whole_number
 from ..system.process_end import leave
 
 

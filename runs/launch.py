@@ -32,8 +32,7 @@ from ..parallel_state import (
     launched,
     own_device,
 )
-from ..system import counted, visible
-from ..system.machine import usable_cores
+from ..system import counted, usable_cores, visible
 from ..system.process_info import LAUNCHER
 from .guard import blame
 from .heartbeat import first_failure, make_folder, read_status

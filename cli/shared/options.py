@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...system import whole_number
-from ...system.errors import BadInput
+from ...system import BadInput, whole_number
 
 
 def _refuse_passing_over(strict: bool) -> None:

@@ -19,8 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import typer
 from typer.models import ParameterInfo
 
-from ...system.addresses import address_of
-from ...system.errors import BadInput
+from ...system import BadInput, address_of
 from .options import model_names, recipe_names
 
 
