@@ -1,7 +1,5 @@
 """Build the command line ``trilith`` from its commands, and show failures to the user."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -151,6 +149,14 @@ def _group(
     return app
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("trilith"))
+        raise typer.Exit
+
+
 def _options(
     version: Annotated[
         bool,
@@ -180,14 +186,6 @@ def _options(
         trilith train recipe.toml
     """
     check_enough()
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import version
-
-        typer.echo(version("trilith"))
-        raise typer.Exit
 
 
 def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMANDS) -> int:

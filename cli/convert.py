@@ -1,7 +1,5 @@
 """``trilith convert SRC DST``."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -107,7 +105,7 @@ def convert(
 
 
 def write_weights(
-    plan: Plan, out: Path, title: str, card: str | None, workers: int, *, allow_nonfinite: bool = False
+    plan: "Plan", out: Path, title: str, card: str | None, workers: int, *, allow_nonfinite: bool = False
 ) -> None:
     """Carry out a plan with a progress bar; print its warnings and what was written."""
     from ..checkpoints import ConversionOptions, carry_out
@@ -121,7 +119,7 @@ def write_weights(
     say(f"{out}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
 
 
-def _compare(source: Source, dst: Path, dtype: str | None) -> None:
+def _compare(source: "Source", dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
     from ..checkpoints import differences, read_converted, verify
     from ..parallel_state import BadCheckpoint

@@ -1,7 +1,5 @@
 """``trilith doctor``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -90,7 +88,7 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
     _end(verdict.findings)
 
 
-def _print_table(title: str, findings: Sequence[Finding]) -> None:
+def _print_table(title: str, findings: "Sequence[Finding]") -> None:
     from rich.text import Text
 
     from ..runs.terminal import plain_console
@@ -104,6 +102,6 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
     console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")
 
 
-def _end(findings: Sequence[Finding]) -> None:
+def _end(findings: "Sequence[Finding]") -> None:
     if any(finding.level == "fault" for finding in findings):
         raise typer.Exit(3)

@@ -1,7 +1,5 @@
 """``trilith models [NAME]``."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated
 
 from ..system import BadInput
@@ -88,7 +86,7 @@ def _print_shown(name: str | None, as_json: bool) -> None:
         say(line)
 
 
-def _print_families(families: list[Family], as_json: bool) -> None:
+def _print_families(families: "list[Family]", as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..models import published_sizes
@@ -136,7 +134,7 @@ def _print_adopted(kind: str, as_json: bool) -> None:
         say(f"{axis:<14} refused: {why}")
 
 
-def _print_sizes(family: Family, as_json: bool) -> None:
+def _print_sizes(family: "Family", as_json: bool) -> None:
     from ..models import published_sizes
 
     sizes = [size for size in published_sizes().values() if size.family is family]

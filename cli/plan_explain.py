@@ -1,7 +1,5 @@
 """``trilith plan explain TOPIC``: a command for each topic of ``topics.toml``."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import tomllib
@@ -152,7 +150,7 @@ def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> Explanation:
+def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> "Explanation":
     from ..planner.explanation import Given, explain
 
     options, _ = read_table()
@@ -236,7 +234,7 @@ _PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _show(explanation: Explanation, as_json: bool) -> None:
+def _show(explanation: "Explanation", as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..planner.explanation import plain, readable

@@ -1,7 +1,5 @@
 """``trilith train RECIPE``."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence
@@ -175,7 +173,7 @@ def _dry_run(
         say(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
-def _show(recipe: Recipe, rank: int | None, device: int | None) -> DryRun:
+def _show(recipe: "Recipe", rank: int | None, device: int | None) -> "DryRun":
     layout = recipe.layout
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
     say(f"layout         {layout}{ranks}")  # all else takes seconds

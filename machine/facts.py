@@ -1,12 +1,10 @@
 """Say what a machine is, processor, versions, GPUs, and hold what the doctor finds about it."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -85,6 +83,6 @@ class Finding:
     todo: str = ""
 
     @classmethod
-    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Finding:
+    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Self:
         """Return a finding that is ok unless there is something to do."""
         return cls(group, check, level if todo else "ok", found, todo)

@@ -1,7 +1,5 @@
 """Run a function on many ranks: ``run_parallel`` in the same processes, ``run_fresh`` in new ones."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -12,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
@@ -185,7 +183,7 @@ class ExitCode(int):
 
     output: str
 
-    def __new__(cls, code: int, output: str) -> ExitCode:
+    def __new__(cls, code: int, output: str) -> Self:
         self = super().__new__(cls, code)
         self.output = output
         return self

@@ -1,7 +1,5 @@
 """Control the processes of ranks, and the templates that they are forked from."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -38,7 +36,7 @@ def _text_of(printed: IO[bytes]) -> str:
 class Process:
     """Hold one rank's process: the pipe to it, the file that catches its output, its life line."""
 
-    def __init__(self, template: Template, *, fresh: bool) -> None:
+    def __init__(self, template: "Template", *, fresh: bool) -> None:
         self.pipe: Connection
         self.pipe, child_pipe = Pipe()
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (exists as long as somebody has it open)

@@ -124,8 +124,8 @@ def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
 
 
 def _judge(store: dist.Store, world: int, timeout: timedelta) -> str | tuple[str, str, str] | None:
-    """Return the missing ranks, or ``None`` if all is well, or the first fact on which ranks differ: its name,
-    the value that most ranks have, and the other value with its ranks.
+    """Return ``None`` if all is well, else the missing ranks, or the first fact on which ranks differ: its
+    name, the value that most ranks have, and the other value with its ranks.
     """
     try:
         store.wait([f"card/{rank}" for rank in range(world)], timeout)

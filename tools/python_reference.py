@@ -3,8 +3,6 @@
 Reads the sources with ``ast`` and imports neither torch nor this library.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The model in transformers is observed under our names, by the table of names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -135,7 +133,7 @@ def observe_alone(question: Question) -> Observation:
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
 
-def _load(question: Question) -> PreTrainedModel:
+def _load(question: Question) -> "PreTrainedModel":
     """Load the folder with transformers, which refuses some that we read with whatever exception it meets."""
     from transformers import AutoModelForCausalLM, __version__
 

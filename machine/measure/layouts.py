@@ -1,7 +1,5 @@
 """Compare layouts on this machine's devices with one process in fp64 on the CPU."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +54,7 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
     family = family_of(raw := tiny_config("llama"))
     config = family.from_hf(raw)
 
-    def build() -> tuple[CausalLM, Step]:
+    def build() -> "tuple[CausalLM, Step]":
         model = family.build(config, state=state, dtype=master)
         if compiled:
             compile_blocks(model.layers.values())
