@@ -3,7 +3,7 @@
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, Literal, Self
 
 import torch
@@ -25,15 +25,8 @@ def host() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of each package; empty for one that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    """Return the versions of Python and of each package."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def gpus() -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Rendezvous:
 
 
 def _environment() -> dict[str, str]:
-    defaults = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    defaults = {"GLOO_SOCKET_IFNAME": "lo"}
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
     # Unbuffered, or what a killed rank printed is lost.
     return defaults | dict(os.environ) | threads | {"PYTHONUNBUFFERED": "1"}

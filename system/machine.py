@@ -30,7 +30,7 @@ def _meminfo(name: str) -> list[int]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     words = " ".join(_lines(_CGROUP / "cpu.max")).split()
     if len(words) == 2 and (quota := whole_number(words[0])) and (period := whole_number(words[1])):
         cores = min(cores, round(quota / period))
