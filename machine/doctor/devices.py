@@ -27,7 +27,7 @@ _USED_BY_OTHERS = 0.05
 def check_devices() -> Iterator[Finding]:
     """Yield each GPU with its memory, and how the GPUs are linked; one line where there is none."""
     if not torch.cuda.is_available():
-        text, todo = 'none: recipes run on the CPU (device = "cpu", the default)', ""
+        text, todo = "none: recipes run on the CPU", ""
         if names := smi("-L").splitlines():
             text = f"torch sees none of {len(names)}"
             todo = "Install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES"
