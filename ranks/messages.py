@@ -57,15 +57,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Returned:
-    """Worker to parent: the packed result."""
-
-    result: bytes
-
-
-@dataclass(frozen=True)
 class Raised:
-    """Worker to parent: what was raised, and when on the monotonic clock, which all processes share."""
+    """Worker to parent, in the place of the packed result: what was raised, and when on the monotonic clock,
+    which all processes share.
+    """
 
     seconds: float
     summary: str

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, cast
 
 from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
-from .messages import LEAVE, READY, Call, Raised, Returned
+from .messages import LEAVE, READY, Call, Raised
 from .pickling import FunctionName, pack, unpack, unpack_exception
 from .processes import Process, Rendezvous, silent_ranks, templates
 
@@ -90,8 +90,8 @@ class _Member:
             self.phase = "leaving"
             return
         self.phase = "answered"
-        if isinstance(answer, Returned):
-            self.result = answer.result
+        if isinstance(answer, bytes):
+            self.result = answer
         else:
             assert isinstance(answer, Raised), answer
             facts = (answer.seconds, f"raised {answer.summary}", answer.traceback, self.worker.output())

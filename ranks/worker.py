@@ -30,7 +30,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..system import search_garbage_rarely
 from ..system.process_end import end
-from .messages import LEAVE, LIFE, READY, Call, Raised, Returned, Setting
+from .messages import LEAVE, LIFE, READY, Call, Raised, Setting
 from .pickling import pack, pack_exception, unpack
 
 #: The number of modules when a call last left new ones behind.
@@ -90,10 +90,10 @@ def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(0)
 
 
-def _answer(call: Call) -> Returned | Raised:
+def _answer(call: Call) -> bytes | Raised:
     try:
         _forget()
-        return Returned(pack(run(call)))
+        return pack(run(call))
     except BaseException as error:
         seconds = time.monotonic()
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
