@@ -35,7 +35,8 @@ _NAMES = {
     "Plan": "plan schedule",
 }
 
-GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
+Command = Callable[..., Any]
+GROUPS: Mapping[str, tuple[Command, ...]] = {
     group: tuple(getattr(import_module(f".{name}", __package__), name) for name in names.split())
     for group, names in _NAMES.items()
 }
@@ -107,45 +108,38 @@ class _Program(_BareFlags, typer.core.TyperGroup):
         return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
 
-def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS, *, overview: bool = False) -> typer.Typer:
+def make_app(commands: Sequence[Command] = COMMANDS, *, overview: bool = False) -> typer.Typer:
     """Return the typer application of these commands; a command has the name of its function.
 
     ``overview``: commands without their parameters, for the help that lists them. typer takes 2 ms for each.
     """
-    app = _group(_options, map(_without_parameters, commands) if overview else commands, cls=_Program)
+    app = _group(_options, commands, overview=overview)
     if plan in commands:
-        explain_group = _group(plan_explain, () if overview else topics())
+        explain_group = _group(plan_explain, () if overview else topics(), overview=overview)
         app.add_typer(explain_group, name="plan explain", rich_help_panel="Plan")
     return app
 
 
-def _without_parameters(command: Callable[..., Any]) -> Callable[[], None]:
-    def listed() -> None:
-        pass
-
-    listed.__name__, listed.__doc__ = command.__name__, command.__doc__
-    return listed
-
-
 @lru_cache(maxsize=64)
-def _program(commands: tuple[Callable[..., Any], ...], overview: bool) -> Callable[..., Any]:
+def _program(commands: tuple[Command, ...], overview: bool) -> Command:
     return typer.main.get_command(make_app(commands, overview=overview))
 
 
-def _group(
-    callback: Callable[..., Any], commands: Iterable[Callable[..., Any]], **options: Any
-) -> typer.Typer:
+def _group(callback: Command, commands: Iterable[Command], *, overview: bool) -> typer.Typer:
+    first = callback is _options
     app = typer.Typer(
-        add_completion=callback is _options,
+        cls=_Program if first else typer.core.TyperGroup,
+        callback=callback,
+        help=help_text(callback.__doc__ or ""),
+        add_completion=first,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        **options,
     )
-    app.callback(help=help_text(callback.__doc__ or ""))(callback)
     panels = {command.__name__: name for name, group in GROUPS.items() for command in group}
     for command in commands:
-        text = help_text(command.__doc__ or "")
-        app.command(cls=_Command, help=text, rich_help_panel=panels.get(command.__name__))(declared(command))
+        name, panel = get_command_name(command.__name__), panels.get(command.__name__)
+        listed = app.command(name, cls=_Command, help=help_text(command.__doc__ or ""), rich_help_panel=panel)
+        listed((lambda: None) if overview else declared(command))
     return app
 
 
@@ -188,7 +182,7 @@ def _options(
     check_enough()
 
 
-def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMANDS) -> int:
+def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int:
     """Run a command line; the exit code.
 
     A failure is one line ``error: ...`` on stderr: 2 for bad input, a path that cannot be used, or usage; 3
