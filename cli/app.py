@@ -22,7 +22,7 @@ from ..system.standard_streams import drop_output, name_standard_output, pass_an
 from .errors import INTERRUPTED, explain, write_error
 from .plan import plan
 from .plan_explain import plan_explain, topics
-from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
+from .shared.aliases import COMMANDS_OF_OTHERS, FORMER_COMMANDS, what_to_type, with_own_names
 from .shared.parameters import declared, help_text
 
 #: The commands by their groups in the help: each a function in the file of its name. Heavy imports belong
@@ -99,9 +99,10 @@ class _Command(_BareFlags, typer.core.TyperCommand):
 
 
 class _Program(_BareFlags, typer.core.TyperGroup):
-    """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
+    """Look a command up by its name of now; by two words first: ``plan explain`` stands beside ``plan``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        args = [*FORMER_COMMANDS.get(args[0], args[:1]), *args[1:]]
         if hint := COMMANDS_OF_OTHERS.get(args[0]):
             ctx.fail(f"No such command '{args[0]}'. {hint}")
         two = " ".join(args[:2])
@@ -244,7 +245,7 @@ def _as_options(words: Sequence[str]) -> list[str]:
             raise typer.BadParameter(
                 f"{option} is for the shell in which it is typed. Leave out {visible(word)}"
             )
-    return with_own_command(words)
+    return [*words]
 
 
 def _check_text(words: Sequence[str]) -> None:
