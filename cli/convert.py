@@ -8,7 +8,7 @@ import typer
 
 from ..system import BadInput, counted, no_garbage_search
 from ..system.read_ahead import read_ahead
-from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
+from .shared.options import CONFIG, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Count, Place, check_weights_there, from_options, written
 from .shared.say import byte_progress, say
 
@@ -46,7 +46,7 @@ def convert(
     ] = False,
     workers: Annotated[Count, WORKERS] = 2,
     verify: Annotated[bool, "read the output again and compare every number with the source"] = False,
-    dry_run: Annotated[bool, DRY_RUN] = False,
+    dry_run: Annotated[bool, "print the plan and write nothing"] = False,
     strict: Strict = False,
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.
