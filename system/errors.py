@@ -1,5 +1,7 @@
 """Define the errors for users: one line each, with the exit code of the command that meets it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import isqrt
@@ -100,7 +102,7 @@ def from_os_error(
 
 def from_validation(
     where: object,
-    error: "ValidationError",
+    error: ValidationError,
     *,
     spelled: Callable[[str], str] = str,
     kind: type[BadInput] = BadInput,
@@ -111,7 +113,7 @@ def from_validation(
     known.
     """
 
-    def key_of(details: "ErrorDetails") -> str:
+    def key_of(details: ErrorDetails) -> str:
         place = [str(part) for part in details["loc"] if not str(part).startswith("function-")]  # a validator
         return spelled(".".join(place))
 
