@@ -1,7 +1,5 @@
 """Build the command line ``trilith`` from its commands, and show failures to the user."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -19,13 +17,12 @@ import typer.core
 import typer.main
 from typer.main import get_command_name
 
-from ..system import check_enough, refusal_of, visible
-from ..system.addresses import address_of
+from ..system import address_of, check_enough, refusal_of, visible
 from ..system.standard_streams import drop_output, name_standard_output, pass_any_character, reader_is_gone
 from .errors import INTERRUPTED, explain, write_error
 from .plan import plan
 from .plan_explain import plan_explain, topics
-from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
+from .shared.aliases import COMMANDS_OF_OTHERS, FORMER_COMMANDS, what_to_type, with_own_names
 from .shared.parameters import declared, help_text
 
 #: The commands by their groups in the help: each a function in the file of its name. Heavy imports belong
@@ -38,7 +35,8 @@ _NAMES = {
     "Plan": "plan schedule",
 }
 
-GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
+Command = Callable[..., Any]
+GROUPS: Mapping[str, tuple[Command, ...]] = {
     group: tuple(getattr(import_module(f".{name}", __package__), name) for name in names.split())
     for group, names in _NAMES.items()
 }
@@ -83,80 +81,75 @@ class _Command(_BareFlags, typer.core.TyperCommand):
         if not ctx.resilient_parsing and (refusal := what_to_type(args, options, arguments)):
             raise typer.BadParameter(refusal, ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
-        _check_replaced(ctx.params)
-        for parameter in self.get_params(ctx):
+        files: dict[bool, list[Path]] = {True: [], False: []}
+        for parameter in parameters:
             value = ctx.params.get(parameter.name)
             for path in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(path, Path) and (address := address_of(path)) is not None:
                     todo = "Copy between the two with the store's own command, such as aws s3 cp --recursive"
                     refusal = f"expected a path of this machine, found the address {address}. {todo}"
-                    raise typer.BadParameter(refusal, ctx, cast(Any, parameter))
+                    raise typer.BadParameter(refusal, ctx, parameter)
+                if isinstance(path, str | Path) and os.path.isfile(path):
+                    files[parameter.name in _OUTPUTS].append(Path(path))
+        for output in files[True]:  # which would replace a file that the command reads
+            from ..storage.output_places import check_outside
+
+            check_outside(output, files[False])
         return rest
 
 
-def _check_replaced(values: Mapping[str, Any]) -> None:
-    """Refuse an output that would replace a file which the command reads."""
-    paths: dict[bool, list[Path]] = {True: [], False: []}
-    for name, value in values.items():
-        each = value if isinstance(value, list | tuple) else (value,)
-        paths[name in _OUTPUTS] += [Path(path) for path in each if isinstance(path, str | Path)]
-    for output in filter(os.path.isfile, paths[True]):
-        from ..storage.output_places import check_outside
-
-        check_outside(output, [path for path in paths[False] if os.path.isfile(path)])
-
-
 class _Program(_BareFlags, typer.core.TyperGroup):
-    """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
+    """Look a command up by its name of now; by two words first: ``plan explain`` stands beside ``plan``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        args = [*FORMER_COMMANDS.get(args[0], args[:1]), *args[1:]]
         if hint := COMMANDS_OF_OTHERS.get(args[0]):
             ctx.fail(f"No such command '{args[0]}'. {hint}")
         two = " ".join(args[:2])
         return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
 
-def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS, *, overview: bool = False) -> typer.Typer:
+def make_app(commands: Sequence[Command] = COMMANDS, *, overview: bool = False) -> typer.Typer:
     """Return the typer application of these commands; a command has the name of its function.
 
     ``overview``: commands without their parameters, for the help that lists them. typer takes 2 ms for each.
     """
-    app = _group(_options, map(_without_parameters, commands) if overview else commands, cls=_Program)
+    app = _group(_options, commands, overview=overview)
     if plan in commands:
-        explain_group = _group(plan_explain, () if overview else topics())
+        explain_group = _group(plan_explain, () if overview else topics(), overview=overview)
         app.add_typer(explain_group, name="plan explain", rich_help_panel="Plan")
     return app
 
 
-def _without_parameters(command: Callable[..., Any]) -> Callable[[], None]:
-    def listed() -> None:
-        pass
-
-    listed.__name__, listed.__doc__ = command.__name__, command.__doc__
-    return listed
-
-
 @lru_cache(maxsize=64)
-def _program(commands: tuple[Callable[..., Any], ...], overview: bool) -> Callable[..., Any]:
-    """Return the command line of these commands."""
+def _program(commands: tuple[Command, ...], overview: bool) -> Command:
     return typer.main.get_command(make_app(commands, overview=overview))
 
 
-def _group(
-    callback: Callable[..., Any], commands: Iterable[Callable[..., Any]], **options: Any
-) -> typer.Typer:
+def _group(callback: Command, commands: Iterable[Command], *, overview: bool) -> typer.Typer:
+    first = callback is _options
     app = typer.Typer(
-        add_completion=callback is _options,
+        cls=_Program if first else typer.core.TyperGroup,
+        callback=callback,
+        help=help_text(callback.__doc__ or ""),
+        add_completion=first,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        **options,
     )
-    app.callback(help=help_text(callback.__doc__ or ""))(callback)
     panels = {command.__name__: name for name, group in GROUPS.items() for command in group}
     for command in commands:
-        text = help_text(command.__doc__ or "")
-        app.command(cls=_Command, help=text, rich_help_panel=panels.get(command.__name__))(declared(command))
+        name, panel = get_command_name(command.__name__), panels.get(command.__name__)
+        listed = app.command(name, cls=_Command, help=help_text(command.__doc__ or ""), rich_help_panel=panel)
+        listed((lambda: None) if overview else declared(command))
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("trilith"))
+        raise typer.Exit
 
 
 def _options(
@@ -190,15 +183,7 @@ def _options(
     check_enough()
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import version
-
-        typer.echo(version("trilith"))
-        raise typer.Exit
-
-
-def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMANDS) -> int:
+def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int:
     """Run a command line; the exit code.
 
     A failure is one line ``error: ...`` on stderr: 2 for bad input, a path that cannot be used, or usage; 3
@@ -260,7 +245,7 @@ def _as_options(words: Sequence[str]) -> list[str]:
             raise typer.BadParameter(
                 f"{option} is for the shell in which it is typed. Leave out {visible(word)}"
             )
-    return with_own_command(words)
+    return [*words]
 
 
 def _check_text(words: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import TESTED
 from .shared.parameters import Range, from_options
 from .shared.say import progress_bar, say
@@ -13,13 +13,8 @@ from .shared.say import progress_bar, say
 
 def bench(
     *,
-    out: Annotated[
-        Path, "folder for bench.json and bench.html; holds temporary checkpoints while it runs"
-    ] = Path("trilith-bench"),
-    only: Annotated[
-        str | None,
-        "comma-separated parts to run: speed, parity, links, mfu, memory, saving, conversion",
-    ] = None,
+    out: Annotated[Path, "folder for bench.json and bench.html, and temporary files"] = Path("trilith-bench"),
+    only: Annotated[str | None, "parts to run: speed, parity, links, mfu, memory, saving, conversion"] = None,
     minutes: Annotated[float, Range(0.1, 600), "start no new measurement after this many minutes"] = 10.0,
     device: Annotated[str | None, "cpu or cuda; default: the GPUs if there are any"] = None,
     quick: Annotated[bool, "measure tiny shapes and few steps, to see that everything runs"] = False,
@@ -48,8 +43,7 @@ def bench(
 
     from ..machine import measure
     from ..machine.measure.cases import PARTS, Case
-    from ..machine.measure.page import make_page, shown_figure
-    from ..machine.measure.run import Row, check_parts, report_json
+    from ..machine.measure.run import Row, check_parts, make_page, report_json, shown_figure
     from ..storage.file_names import kinds_of
     from ..storage.leftovers import make_folder
     from ..storage.output_places import check_output_file

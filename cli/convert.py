@@ -1,18 +1,15 @@
 """``trilith convert SRC DST``."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..system import counted, no_garbage_search
-from ..system.errors import BadInput
+from ..system import BadInput, counted, no_garbage_search
 from ..system.read_ahead import read_ahead
-from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
-from .shared.parameters import Place, Range, check_weights_there, from_options, written
+from .shared.options import CONFIG, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
+from .shared.parameters import Count, Place, check_weights_there, from_options, written
 from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:
@@ -27,36 +24,29 @@ _OF_DCP = {"src", "dst", "to", "names", "config", "strict"}
 def convert(
     context: typer.Context,
     src: Annotated[
-        Place,
-        "Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, an address "
-        "of one of them such as s3://bucket/run, or a checkpoint of another project",
+        Place, "Hugging Face folder or id, checkpoint, run, address of one, or another project's checkpoint"
     ],
     dst: Annotated[Path, "new folder for the converted weights"],
     *,
     to: Annotated[
         Literal["hf", "peft", "sharded", "dcp"] | None,
-        "form to write: hf (Hugging Face), sharded (checkpoint), peft (LoRA adapters) or dcp "
-        "(torch's distributed checkpoint); default: sharded from a Hugging Face folder, or with --tensor "
-        "or --pipeline; otherwise hf",
+        "form to write: hf (Hugging Face), sharded (checkpoint), peft (LoRA adapters) or dcp (torch's own); "
+        "default: sharded from a Hugging Face folder, or with --tensor or --pipeline; otherwise hf",
     ] = None,
-    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks to cut for"] = 1,
-    pipeline: Annotated[int, Range(1), "number of pipeline stages to cut for"] = 1,
+    tensor: Annotated[Count, "number of tensor-parallel ranks to cut for"] = 1,
+    pipeline: Annotated[Count, "number of pipeline stages to cut for"] = 1,
     split: Annotated[str | None, SPLIT] = None,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
     implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
-    dtype: Annotated[
-        str | None, "data type to cast weights to: bfloat16, float16, float32 or float64"
-    ] = None,
+    dtype: Annotated[str | None, "data type to cast weights to: bfloat16, float16, float32, float64"] = None,
     allow_nonfinite: Annotated[bool, "accept weights that are NaN or infinite"] = False,
     allow_symlinks: Annotated[
-        bool,
-        "follow symbolic links that lead out of a Hugging Face folder (links into the Hugging Face "
-        "cache are always followed)",
+        bool, "follow symbolic links out of a Hugging Face folder (those into its cache are always followed)"
     ] = False,
-    workers: Annotated[int, Range(1), WORKERS] = 2,
+    workers: Annotated[Count, WORKERS] = 2,
     verify: Annotated[bool, "read the output again and compare every number with the source"] = False,
-    dry_run: Annotated[bool, DRY_RUN] = False,
+    dry_run: Annotated[bool, "print the plan and write nothing"] = False,
     strict: Strict = False,
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.
@@ -115,7 +105,7 @@ def convert(
 
 
 def write_weights(
-    plan: Plan, out: Path, title: str, card: str | None, workers: int, *, allow_nonfinite: bool = False
+    plan: "Plan", out: Path, title: str, card: str | None, workers: int, *, allow_nonfinite: bool = False
 ) -> None:
     """Carry out a plan with a progress bar; print its warnings and what was written."""
     from ..checkpoints import ConversionOptions, carry_out
@@ -129,7 +119,7 @@ def write_weights(
     say(f"{out}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
 
 
-def _compare(source: Source, dst: Path, dtype: str | None) -> None:
+def _compare(source: "Source", dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
     from ..checkpoints import differences, read_converted, verify
     from ..parallel_state import BadCheckpoint

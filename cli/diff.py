@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import Place, Range, check_weights_there
 from .shared.say import say

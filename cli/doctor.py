@@ -1,7 +1,5 @@
 """``trilith doctor``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import TESTED
 from .shared.parameters import As, Range, check_there
 from .shared.say import say, say_json, table
@@ -22,14 +20,9 @@ def doctor(
     folders: Annotated[list[Path] | None, As("FOLDER"), "folders whose file systems to check too"] = None,
     *,
     nodes: Annotated[bool, "compare the nodes on which torchrun or srun started this command"] = False,
-    gbits: Annotated[
-        float | None, Range(0), "rate that links should have, in 10^9 bits a second, for --nodes"
-    ] = None,
+    gbits: Annotated[float | None, Range(0), "10^9 bits a second that links should have, for --nodes"] = None,
     exclude: Annotated[
-        bool,
-        As("--exclude-faulty"),
-        "add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
-        "run's, where the Slurm script of trilith launch reads it",
+        bool, As("--exclude-faulty"), "add nodes at fault to FOLDER/excluded-nodes, which job scripts read"
     ] = False,
     as_json: Annotated[bool, As("--json"), "print the findings as JSON, to send or to compare"] = False,
 ) -> None:
@@ -95,7 +88,7 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
     _end(verdict.findings)
 
 
-def _print_table(title: str, findings: Sequence[Finding]) -> None:
+def _print_table(title: str, findings: "Sequence[Finding]") -> None:
     from rich.text import Text
 
     from ..runs.terminal import plain_console
@@ -109,7 +102,6 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
     console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")
 
 
-def _end(findings: Sequence[Finding]) -> None:
-    """End with 3 if there is a fault."""
+def _end(findings: "Sequence[Finding]") -> None:
     if any(finding.level == "fault" for finding in findings):
         raise typer.Exit(3)

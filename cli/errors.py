@@ -32,17 +32,15 @@ def explain(error: Exception) -> tuple[int, str]:
         message = _one_line(format_message()).replace("Value error, ", "").rstrip(".")
         return USAGE, f"{message}{'' if message.endswith('?') else '.'} See {command} --help"
     # Told by their exit code rather than by class: importing our error classes here would import torch.
-    code = getattr(error, "exit_code", None)
+    code, refusal = getattr(error, "exit_code", None), refusal_of(error)
     if isinstance(code, int):
         # A library that was refused a file descriptor may say that the file makes no sense.
-        refusal = refusal_of(error) if code == USAGE else None
-        if refusal is not None and refusal.code != USAGE:
+        if code == USAGE and refusal is not None and refusal.code != USAGE:
             return refusal.code, f"{_one_line(str(error))} ({_one_line(str(refusal))})"
         return code, _one_line(str(error))
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    refusal = refusal_of(error)
     if refusal is not None:
         return refusal.code, _one_line(str(refusal))
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     read = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
 

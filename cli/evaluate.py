@@ -8,7 +8,7 @@ import typer
 
 from ..system import counted
 from .shared.options import ADAPTER, DEVICE, DTYPE, Strict
-from .shared.parameters import As, Place, Range, check_tokens_there, check_weights_there
+from .shared.parameters import As, Count, MaybeCount, Place, Range, check_tokens_there, check_weights_there
 from .shared.say import say
 
 
@@ -18,14 +18,12 @@ def evaluate(
     tokens: Annotated[Path, "token file of trilith tokenize"],
     *,
     sequence_length: Annotated[
-        int | None,
-        Range(1),
-        "tokens of a row; default: those of the run, else 2048 or the most that the model takes",
+        MaybeCount, "tokens of a row; default: those of the run, else 2048 or the most that the model takes"
     ] = None,
-    rows: Annotated[int | None, Range(1), "number of rows, drawn as with seed 0; default: all"] = None,
+    rows: Annotated[MaybeCount, "number of rows, drawn as with seed 0; default: all"] = None,
     batch: Annotated[int, Range(1, 2**16), "number of rows computed at once"] = 4,
-    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks, as local processes"] = 1,
-    pipeline: Annotated[int, Range(1), "number of pipeline stages, as local processes"] = 1,
+    tensor: Annotated[Count, "number of tensor-parallel ranks, as local processes"] = 1,
+    pipeline: Annotated[Count, "number of pipeline stages, as local processes"] = 1,
     dtype: Annotated[str, DTYPE] = "float32",
     device: Annotated[str, DEVICE] = "auto",
     adapter: Annotated[Path | None, ADAPTER] = None,

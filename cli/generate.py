@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
-from .shared.parameters import As, Place, Range, check_weights_there, from_options
+from .shared.parameters import As, Count, Place, Range, check_weights_there, from_options
 from .shared.say import pieces_of_text, say_aside
 
 
@@ -15,30 +15,22 @@ def generate(
     source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
     *,
     prompt: Annotated[list[str] | None, As("--prompt", "-p"), "text to continue; may be repeated"] = None,
-    prompt_file: Annotated[
-        Path | None, "file of prompts: one in each line, or .jsonl records with prompt or messages"
-    ] = None,
-    chat: Annotated[
-        bool, "treat prompts as messages of a user, and apply the tokenizer's chat template"
-    ] = False,
+    prompt_file: Annotated[Path | None, "prompts, one a line, or .jsonl with prompt or messages"] = None,
+    chat: Annotated[bool, "treat prompts as messages of a user, by the tokenizer's chat template"] = False,
     system: Annotated[str | None, "system message, for --chat"] = None,
     max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens to add"] = 64,
     min_new_tokens: Annotated[int, Range(0), "smallest number of tokens to add"] = 0,
     temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
     top_k: Annotated[int, Range(0), TOP_K] = 0,
     top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
-    seed: Annotated[
-        int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own random numbers"
-    ] = 0,
-    stop: Annotated[
-        list[str] | None, "text that ends a continuation, besides the model's end tokens; may be repeated"
-    ] = None,
+    seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own numbers"] = 0,
+    stop: Annotated[list[str] | None, "text that ends a continuation; may be repeated"] = None,
     ignore_eos: Annotated[bool, "do not stop at the model's end tokens"] = False,
-    batch: Annotated[int, Range(1), "number of prompts computed at once"] = 16,
+    batch: Annotated[Count, "number of prompts computed at once"] = 16,
     out: Annotated[Path | None, "JSONL file to write, with one object for each prompt"] = None,
     force: Annotated[bool, FORCE] = False,
-    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks, as local processes"] = 1,
-    pipeline: Annotated[int, Range(1), "number of pipeline stages, as local processes"] = 1,
+    tensor: Annotated[Count, "number of tensor-parallel ranks, as local processes"] = 1,
+    pipeline: Annotated[Count, "number of pipeline stages, as local processes"] = 1,
     dtype: Annotated[str, DTYPE] = "float32",
     device: Annotated[str, DEVICE] = "auto",
     tokenizer: Annotated[Path | None, "tokenizer folder; default: DIR"] = None,

@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import print_table, say, table
@@ -12,9 +11,7 @@ from .shared.say import print_table, say, table
 def inspect(
     source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
     *,
-    tensor: Annotated[
-        str | None, "name of a tensor whose minimum, maximum, mean and standard deviation to print"
-    ] = None,
+    tensor: Annotated[str | None, "tensor to print minimum, maximum, mean and standard deviation of"] = None,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
 ) -> None:

@@ -6,10 +6,9 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import FORCE, recipe_names
-from .shared.parameters import As, Range, check_recipe_there
+from .shared.parameters import MaybeCount, Overrides, Range, check_recipe_there
 from .shared.say import say
 
 
@@ -19,40 +18,22 @@ def launch(
         "slurm, kubernetes (Kubeflow Trainer) or jobset (plain Kubernetes)",
     ],
     recipe: Annotated[str, "TOML file, or the name of a recipe that is installed with trilith", recipe_names],
-    overrides: Annotated[
-        list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"
-    ] = None,
+    overrides: Overrides = None,
     *,
-    nodes: Annotated[int | None, Range(1), "number of hosts; default: as many as the ranks fill"] = None,
-    ranks_per_node: Annotated[
-        int | None, Range(1), "ranks on each host; default: 8, or what --nodes leaves"
-    ] = None,
-    minutes: Annotated[
-        int | None, Range(2), "time limit of the job in minutes; default: 1440 for Slurm, else none"
-    ] = None,
-    warning: Annotated[
-        int | None, Range(1), "minutes before the limit at which the run saves and ends; default: 5"
-    ] = None,
-    restarts: Annotated[
-        int | None, Range(0), "how often a failed job is started again; default: 3 (not for kubernetes)"
-    ] = None,
+    nodes: Annotated[MaybeCount, "number of hosts; default: as many as the ranks fill"] = None,
+    ranks_per_node: Annotated[MaybeCount, "ranks on each host; default: 8, or what --nodes leaves"] = None,
+    minutes: Annotated[int | None, Range(2), "time limit in minutes; default: 1440 (Slurm) or none"] = None,
+    warning: Annotated[MaybeCount, "minutes before the limit at which the run saves; default: 5"] = None,
+    restarts: Annotated[int | None, Range(0), "restarts after a failure; default: 3 (not kubernetes)"] = None,
     name: Annotated[str | None, "name of the job; default: the recipe's"] = None,
     partition: Annotated[str | None, "partition (Slurm only)"] = None,
     account: Annotated[str | None, "account (Slurm only)"] = None,
     exclude: Annotated[list[str] | None, "host that the job must not use; may be given several times"] = None,
-    spares: Annotated[
-        int | None, Range(0), "number of extra nodes to ask for, which replace excluded ones (Slurm only)"
-    ] = None,
+    spares: Annotated[int | None, Range(0), "extra nodes, which replace excluded ones (Slurm only)"] = None,
     fit: Annotated[bool, "go on with fewer nodes if some are lost, in a layout that fits them"] = False,
-    least_nodes: Annotated[
-        int | None, Range(1), "fewest free nodes on which Slurm starts a job with --fit; default: 1"
-    ] = None,
-    image: Annotated[
-        str | None, "container image that has trilith (Kubernetes and JobSet only); default: trilith:latest"
-    ] = None,
-    claim: Annotated[
-        str | None, "claim of a volume, for the run's folder (Kubernetes and JobSet only); default: NAME-run"
-    ] = None,
+    least_nodes: Annotated[MaybeCount, "fewest nodes on which Slurm starts a --fit job; default: 1"] = None,
+    image: Annotated[str | None, "image that has trilith (not Slurm); default: trilith:latest"] = None,
+    claim: Annotated[str | None, "claim of the run folder's volume (not Slurm); default: NAME-run"] = None,
     out: Annotated[Path | None, "file to write; default: the job's name with a suffix"] = None,
     submit: Annotated[bool, "hand the written file to the scheduler"] = False,
     force: Annotated[bool, FORCE] = False,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from .convert import write_weights
 from .shared.options import WORKERS, Strict
-from .shared.parameters import Place, Range, check_weights_there
+from .shared.parameters import Count, Place, check_weights_there
 
 
 def merge_lora(
@@ -13,7 +13,7 @@ def merge_lora(
     adapter: Annotated[Place, "PEFT folder, a LoRA run's folder, or a checkpoint of a LoRA run"],
     out: Annotated[Path, "new Hugging Face folder"],
     *,
-    workers: Annotated[int, Range(1), WORKERS] = 2,
+    workers: Annotated[Count, WORKERS] = 2,
     strict: Strict = False,
 ) -> None:
     """Add LoRA adapters to the weights of their base model.

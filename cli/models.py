@@ -1,10 +1,8 @@
 """``trilith models [NAME]``."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import size_names
 from .shared.say import say, say_json
 
@@ -17,9 +15,7 @@ _LONGEST = 8192
 
 def models(
     name: Annotated[
-        str | None,
-        "published size, such as llama-3.1-8b, or family, such as llama; default: all families",
-        size_names,
+        str | None, "published size, such as llama-3.1-8b, or family; default: all families", size_names
     ] = None,
     *,
     json: Annotated[bool, "print one JSON object, for programs"] = False,
@@ -90,7 +86,7 @@ def _print_shown(name: str | None, as_json: bool) -> None:
         say(line)
 
 
-def _print_families(families: list[Family], as_json: bool) -> None:
+def _print_families(families: "list[Family]", as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..models import published_sizes
@@ -138,7 +134,7 @@ def _print_adopted(kind: str, as_json: bool) -> None:
         say(f"{axis:<14} refused: {why}")
 
 
-def _print_sizes(family: Family, as_json: bool) -> None:
+def _print_sizes(family: "Family", as_json: bool) -> None:
     from ..models import published_sizes
 
     sizes = [size for size in published_sizes().values() if size.family is family]

@@ -7,32 +7,26 @@ from typing import Annotated
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import FORCE, GPU_TYPE, size_names
-from .shared.parameters import As, Range, check_model_there, check_tokens_there, from_options
+from .shared.parameters import As, MaybeCount, Range, check_model_there, check_tokens_there, from_options
 from .shared.say import say
 
 
 def new(
     *,
     model: Annotated[
-        str | None,
-        "Hugging Face folder to train on, or published size or config.json to start from scratch",
-        size_names,
+        str | None, "Hugging Face folder, or published size or config.json to start from scratch", size_names
     ] = None,
     data: Annotated[Path | None, As("TOKENS"), "token file of `trilith tokenize`"] = None,
     gpus: Annotated[int | None, Range(1, 2**20), "number of GPUs"] = None,
     gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
     sequence_length: Annotated[
-        int | None,
-        Range(1),
-        "tokens of a row; default: the most that the model takes, up to 8192, or less for few tokens",
+        MaybeCount, "tokens of a row; default: the most that the model takes, up to 8192; less for few tokens"
     ] = None,
-    global_batch: Annotated[
-        int | None, Range(1), "rows of a step, over all ranks; default: 4 Mi tokens, or less for few tokens"
-    ] = None,
-    steps: Annotated[int | None, Range(1), "number of steps; default: once over the tokens"] = None,
-    lora: Annotated[int | None, Range(1), "train LoRA adapters of this rank"] = None,
+    global_batch: Annotated[MaybeCount, "rows of a step; default: 4 Mi tokens; less for few tokens"] = None,
+    steps: Annotated[MaybeCount, "number of steps; default: once over the tokens"] = None,
+    lora: Annotated[MaybeCount, "train LoRA adapters of this rank"] = None,
     out: Annotated[Path, As("RECIPE.toml"), "recipe to write"] = Path("recipe.toml"),
     force: Annotated[bool, FORCE] = False,
 ) -> None:
@@ -72,7 +66,6 @@ def new(
 
 
 def _asked(value: object, option: str, question: str) -> str:
-    """Return the value, or ask for it on a terminal."""
     if value is not None:
         return str(value)
     if not sys.stdin.isatty():

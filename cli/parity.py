@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import (
     IMPLEMENTATION,
     SCHEDULES,
@@ -13,41 +13,33 @@ from .shared.options import (
     check_seed,
     schedule_names,
 )
-from .shared.parameters import As, Place, Range, check_weights_there
+from .shared.parameters import As, Count, MaybeCount, Place, Range, check_weights_there
 from .shared.say import say
 
 
 def parity(
     folder: Annotated[Place, As("HF_DIR"), "Hugging Face folder with the model"],
     *,
-    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks"] = 1,
-    pipeline: Annotated[int, Range(1), "number of pipeline stages"] = 1,
-    data: Annotated[int, Range(1), "number of data-parallel ranks"] = 1,
-    data_replicate: Annotated[int, Range(1), "number of whole copies among the data-parallel ranks"] = 1,
-    expert: Annotated[int, Range(1), "number of data-parallel ranks that share out the experts"] = 1,
+    tensor: Annotated[Count, "number of tensor-parallel ranks"] = 1,
+    pipeline: Annotated[Count, "number of pipeline stages"] = 1,
+    data: Annotated[Count, "number of data-parallel ranks"] = 1,
+    data_replicate: Annotated[Count, "number of whole copies among the data-parallel ranks"] = 1,
+    expert: Annotated[Count, "number of data-parallel ranks that share out the experts"] = 1,
     zero: Annotated[int, Range(0, 3), "ZeRO stage of data parallelism, 0 to 3"] = 0,
-    sequence: Annotated[
-        bool, As("--sequence-parallel"), "use sequence parallelism over the tensor-parallel ranks"
-    ] = False,
-    context: Annotated[int, Range(1), "number of context-parallel ranks; they share each row"] = 1,
+    sequence: Annotated[bool, As("--sequence-parallel"), "sequence parallelism over tensor ranks"] = False,
+    context: Annotated[Count, "number of context-parallel ranks; they share each row"] = 1,
     ring: Annotated[bool, "use ring attention over the context-parallel ranks"] = False,
     schedule: Annotated[str, f"pipeline schedule: {SCHEDULES}", schedule_names] = "1f1b",
-    virtual_stages: Annotated[int | None, Range(1), VIRTUAL_STAGES] = None,
+    virtual_stages: Annotated[MaybeCount, VIRTUAL_STAGES] = None,
     split: Annotated[str | None, SPLIT] = None,
-    dtype: Annotated[
-        str, "data type to compute in: float64 shows the smallest errors, bfloat16 only large ones"
-    ] = "float32",
+    dtype: Annotated[str, "data type to compute in; float64 shows the smallest errors"] = "float32",
     samples: Annotated[int, Range(0), "number of rows in the batch; 0: at least two for each rank"] = 0,
-    sequence_length: Annotated[int, Range(1), "number of tokens in a row"] = 32,
+    sequence_length: Annotated[Count, "number of tokens in a row"] = 32,
     implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
     device: Annotated[str, "device to compute on: cpu, or cuda with a GPU for each rank"] = "cpu",
     seed: Annotated[int, typer.Option(help="seed of the random tokens", callback=check_seed)] = 0,
-    tolerance: Annotated[
-        float | None, "largest relative difference that passes; default: depends on --dtype"
-    ] = None,
-    print_all: Annotated[
-        bool, As("--modules"), "print every module and every gradient, not only the worst"
-    ] = False,
+    tolerance: Annotated[float | None, "largest relative difference that passes; default: by --dtype"] = None,
+    print_all: Annotated[bool, As("--modules"), "show every module and gradient, not only the worst"] = False,
 ) -> None:
     """Compare a model with transformers and with one process, module by module.
 
@@ -117,5 +109,4 @@ def parity(
 
 
 def _option(key: str) -> str:
-    """Return the option that has the value of a recipe's key."""
     return "--sequence-parallel" if key == "sequence" else f"--{key.replace('_', '-')}"

@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..system import counted, no_garbage_search
-from ..system.errors import BadInput
+from ..system import BadInput, counted, no_garbage_search, usable_cores
 from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
-from .shared.parameters import As, Range, check_model_there
+from .shared.parameters import As, MaybeCount, Range, check_model_there
 from .shared.say import progress_bar, say
 
 if TYPE_CHECKING:
@@ -34,32 +33,19 @@ def plan(
     machine: Annotated[
         Path | None, As("BENCH.json"), "instead of --gpu-type: the bench.json of your machine"
     ] = None,
-    gpus_per_node: Annotated[
-        int | None, Range(1), "GPUs of a node; default: as many as in the maker's own servers"
-    ] = None,
+    gpus_per_node: Annotated[MaybeCount, "GPUs of a node; default: as in the maker's own servers"] = None,
     sequence_length: Annotated[
-        str | None,
-        "tokens of a row, or several such as 8192,32768 for a sweep; default: the recipe's, or the "
-        "most that the model takes, up to 8192",
+        str | None, "tokens of a row, or several such as 8192,32768; default: recipe's, or model's up to 8192"
     ] = None,
     global_batch: Annotated[
-        int | None,
-        Range(1),
-        "rows of a step, over all ranks; default: the recipe's, or 4 Mi tokens, with --lora "
-        "64 rows, with --generate 16",
+        MaybeCount, "rows of a step; default: the recipe's, or 4 Mi tokens (--lora: 64 rows, --generate: 16)"
     ] = None,
-    lora: Annotated[int | None, Range(1), "train LoRA adapters of this rank"] = None,
-    tokens: Annotated[
-        str | None, "tokens of the whole training, such as 15T, for its days and GPU-hours"
-    ] = None,
+    lora: Annotated[MaybeCount, "train LoRA adapters of this rank"] = None,
+    tokens: Annotated[str | None, "tokens of the training, such as 15T, for its days and GPU-hours"] = None,
     price: Annotated[str | None, As("NUMBER"), "price of a GPU-hour, for the cost of --tokens"] = None,
-    watts: Annotated[
-        str | None, As("NUMBER"), "watts of a GPU, for the energy of --tokens; default: the maker's"
-    ] = None,
+    watts: Annotated[str | None, As("NUMBER"), "watts of a GPU, for energy; default: the maker's"] = None,
     generate: Annotated[bool, "plan `trilith generate` in the place of training"] = False,
-    dtype: Annotated[
-        str | None, As("DTYPE"), "data type of weights and cache, for --generate; default: bfloat16"
-    ] = None,
+    dtype: Annotated[str | None, As("DTYPE"), "data type, for --generate; default: bfloat16"] = None,
     headroom: Annotated[
         float | None, Range(0, 0.9), "share of a GPU's memory to leave free; default: the recipe's, or 0.08"
     ] = None,
@@ -176,7 +162,6 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
 
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..system.machine import usable_cores
 
     results: list[Found | Unmet] = []
     shown, cores = SHOWN if len(requests) == 1 else 1, usable_cores()

@@ -1,19 +1,17 @@
 """``trilith plan explain TOPIC``: a command for each topic of ``topics.toml``."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import SCHEDULES, parse_amount
 from .shared.parameters import As, Range, written
 from .shared.say import say, say_json
@@ -31,23 +29,17 @@ class Input(NamedTuple):
     meaning: str
 
 
-class Result(NamedTuple):
-    """State how a result is computed. The texts have ``{}`` for ``str.format``."""
-
-    symbol: str
-    formula: str
-    unit: str
-    meaning: str
-
-
 @dataclass(frozen=True)
 class Topic:
-    """Hold a topic of ``topics.toml``, whose head says what each key is."""
+    """Hold a topic of ``topics.toml``, whose head says what each key is.
+
+    ``steps``: of each result its symbol, formula, unit and meaning, with ``{}`` for ``str.format``.
+    """
 
     title: str
     help: str
     inputs: list[Input]
-    steps: list[Result]
+    steps: list[list[str]]
     notes: list[str]
     sources: list[str]
     examples: list[str]
@@ -65,8 +57,8 @@ def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
         if base := table["topics"].get(raw.pop("extends", None)):
             raw = base | raw | {key: base[key] + raw[key] for key in ("inputs", "steps")}
         inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["inputs"])]
-        steps = [Result(*fields) for fields in _rows(raw["steps"])]
-        topics[name] = Topic(**raw | {"inputs": [Input(*fields) for fields in inputs], "steps": steps})
+        rows = {"inputs": [Input(*fields) for fields in inputs], "steps": _rows(raw["steps"])}
+        topics[name] = Topic(**raw | rows)
     return options, topics
 
 
@@ -152,9 +144,8 @@ def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> Explanation:
-    """Put the numbers into the topic's formulas."""
-    from ..planner.explanation import Given, explain
+def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> "Explanation":
+    from ..planner.explanation import Given, explain, numbers_of
 
     options, _ = read_table()
     at = {key: values[key] for key in topic.choices}
@@ -167,14 +158,12 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
         of_model = {row.option for row in topic.inputs if row.symbol in topic.of_model}
         for option in written(called).keys() & of_model:
             raise BadInput("explain", _flag(option), expected="no --model, which sets it", found="both")
-        from ..planner.explanation import numbers_of
-
         numbers = numbers_of(at["model"], at.get("S", 1))
         at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
     if name in _PREPARE:
         _PREPARE[name](at)
     inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.inputs]
-    steps = [tuple(text.format(**at) for text in row) for row in topic.steps]
+    steps = [[text.format(**at) for text in row] for row in topic.steps]
     notes = [note.format(**at) for note in topic.notes]
     return explain(topic.title, inputs, steps, notes, topic.sources)
 
@@ -237,10 +226,7 @@ _PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _show(explanation: Explanation, as_json: bool) -> None:
-    """Print an explanation: what is given, each result with its arithmetic, notes, sources."""
-    from dataclasses import asdict
-
+def _show(explanation: "Explanation", as_json: bool) -> None:
     from ..planner.explanation import plain, readable
 
     if as_json:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..system.errors import BadInput
+from ..system import BadInput
 from .shared.options import FORCE
-from .shared.parameters import As, Range, check_there
+from .shared.parameters import As, MaybeCount, check_there
 from .shared.say import say
 
 
@@ -18,7 +18,7 @@ def recipe(
     file: Annotated[Path, "configuration of the other trainer"],
     words: Annotated[list[str] | None, "from-megatron: words of torchrun, after --, in FILE's place"] = None,
     *,
-    ranks: Annotated[int | None, Range(1), "number of processes that train; the file rarely says it"] = None,
+    ranks: Annotated[MaybeCount, "number of processes that train; the file rarely says it"] = None,
     out: Annotated[Path | None, As("RECIPE.toml"), "file for the recipe; default: print it"] = None,
     force: Annotated[bool, FORCE] = False,
 ) -> None:

@@ -12,9 +12,7 @@ def report(
     runs: Annotated[list[Path], As("RUN"), "folder of a run; several runs are compared"],
     *,
     out: Annotated[
-        Path | None,
-        "HTML file to write; default: report.html in the run's folder, or in the current folder for "
-        "several runs",
+        Path | None, "HTML file to write; default: report.html in the run's folder, or here for several runs"
     ] = None,
     force: Annotated[bool, FORCE] = False,
     strict: Strict = False,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from ..system import counted
 from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES, schedule_names
-from .shared.parameters import Range
+from .shared.parameters import Count, MaybeCount, Range
 from .shared.say import say
 
 
@@ -13,8 +13,8 @@ def schedule(
     name: Annotated[str, f"pipeline schedule: {SCHEDULES}", schedule_names],
     *,
     pipeline: Annotated[int, Range(2), "number of pipeline ranks"] = 4,
-    micro_batches: Annotated[int, Range(1), "number of micro-batches in a step"] = 8,
-    virtual_stages: Annotated[int | None, Range(1), VIRTUAL_STAGES] = None,
+    micro_batches: Annotated[Count, "number of micro-batches in a step"] = 8,
+    virtual_stages: Annotated[MaybeCount, VIRTUAL_STAGES] = None,
     out: Annotated[Path | None, "picture to write, in .png, .svg or .pdf"] = None,
     force: Annotated[bool, FORCE] = False,
 ) -> None:

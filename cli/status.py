@@ -16,9 +16,7 @@ STILL_RUNNING = 1
 def status(
     run: Annotated[Path, "folder of a run: the recipe's key out"],
     *,
-    since: Annotated[
-        Path | None, "ignore starts that are older than this file, which is on the same disk"
-    ] = None,
+    since: Annotated[Path | None, "ignore starts older than this file, which is on the same disk"] = None,
     exit_code: Annotated[bool, "end with the run's exit code, or with 1 while it runs"] = False,
     why: Annotated[bool, "say which rank waited for which, and in which collective"] = False,
 ) -> None:

@@ -5,10 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import INPUTS, JSON_KEY
-from .shared.parameters import As, Range, check_there, from_options, written
+from .shared.parameters import As, MaybeCount, Range, check_there, from_options, written
 from .shared.say import byte_progress, say, token_progress
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
@@ -78,35 +77,24 @@ def tokenize(
         bool, As("--append-eos/--no-append-eos"), "end each document with the tokenizer's end token"
     ] = True,
     bos: Annotated[
-        bool | None,
-        As("--bos/--no-bos"),
-        "begin each document with the start token; default: as the tokenizer does with a text",
+        bool | None, As("--bos/--no-bos"), "begin documents with the start token; default: as the tokenizer"
     ] = None,
     json_key: Annotated[str, JSON_KEY] = "text",
     split_paragraphs: Annotated[bool, "make one document of each paragraph, not of each text file"] = False,
     chat: Annotated[bool, "read conversations; a model then learns only the assistant's tokens"] = False,
-    chat_template: Annotated[
-        Path | None, "Jinja file with the chat template, for --chat; default: the tokenizer's own"
-    ] = None,
+    chat_template: Annotated[Path | None, "Jinja chat template, for --chat; default: the tokenizer's"] = None,
     template_set: Annotated[
         list[str] | None, As("K=V"), "variable of the chat template, such as thinking=false; may be repeated"
     ] = None,
-    show: Annotated[
-        int, As("N"), Range(0), "number of samples to print, for --chat; learnt tokens are in [[ ]]"
-    ] = 0,
-    workers: Annotated[
-        int | None, As("N"), Range(1), "number of processes; default: one for each available core"
-    ] = None,
+    show: Annotated[int, As("N"), Range(0), "samples to print, for --chat; learnt tokens are in [[ ]]"] = 0,
+    workers: Annotated[MaybeCount, As("N"), "processes; default: one for each available core"] = None,
     origin: Annotated[
         Origin | None,
         As("--from", "NAME"),
-        "megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
-        "a .ds file; they are not copied",
+        "megatron or datatrove: INPUT holds its ids, a prefix of .bin and .idx or a .ds file; not copied",
     ] = None,
     target: Annotated[
-        Literal["megatron"] | None,
-        As("--to", "NAME"),
-        "megatron: write .idx too, with which Megatron reads .bin",
+        Literal["megatron"] | None, As("--to", "NAME"), "megatron: write .idx too, so that Megatron reads it"
     ] = None,
     quiet: Annotated[bool, "show no progress bar"] = False,
 ) -> None:

@@ -1,56 +1,49 @@
 """``trilith train RECIPE``."""
 
-from __future__ import annotations
-
 import os
 import shlex
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system.errors import BadInput
-from .shared.options import Strict, recipe_names
-from .shared.parameters import As, check_recipe_there
+from ..system import BadInput, counted, no_garbage_search
+from .shared.options import Strict, parse_size, recipe_names
+from .shared.parameters import As, Overrides, check_recipe_there
+from .shared.say import print_table, say, table
 
 if TYPE_CHECKING:
+    from ..planner.dry_run import DryRun
+    from ..recipes.recipe import Recipe
     from ..training.supervised import Fit
+
+#: About as many bytes as a page has.
+_ROOM_FOR_PAGE = 2**17
+#: Columns of numbers are set right.
+_table = partial(table, right=("GB", "MB", "MB on the wire", "share", "ranks", "number", "GB on the wire"))
 
 
 def train(
-    recipe: Annotated[
-        Path, "TOML file, or the name of a recipe that is installed with trilith", recipe_names
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        As("KEY=VALUE"),
-        "recipe keys to change, such as layout.tensor=2 data.global_batch=64",
-    ] = None,
+    recipe: Annotated[Path, "TOML file, or name of a recipe that is installed with trilith", recipe_names],
+    overrides: Overrides = None,
     *,
-    nproc: Annotated[
-        int | None, "number of local processes; default: the number of ranks in the layout"
-    ] = None,
-    fit: Annotated[
-        bool, "use the ranks that were started, in the fastest layout that is legal and fits"
-    ] = False,
+    nproc: Annotated[int | None, "number of local processes; default: the layout's ranks"] = None,
+    fit: Annotated[bool, "use the ranks that were started, in the fastest legal layout that fits"] = False,
     quiet: Annotated[bool, "print no progress lines"] = False,
     dry: Annotated[
-        bool,
-        As("--dry-run"),
-        "start nothing; print the memory and traffic of a rank, and whether it fits its device",
+        bool, As("--dry-run"), "start nothing; print a rank's memory and traffic, and whether it fits"
     ] = False,
-    rank: Annotated[
-        int | None, "rank to plan with --dry-run; default: the one that needs most memory"
-    ] = None,
+    rank: Annotated[int | None, "rank to plan with --dry-run; default: that which needs most memory"] = None,
     device_memory: Annotated[str | None, "memory of each device for --dry-run, such as 80GB"] = None,
     exact: Annotated[
         bool,
         "run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
         "at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
     ] = False,
-    html: Annotated[
-        Path | None, As("PAGE.html"), "page to write with --dry-run, with a picture of --exact's step"
-    ] = None,
+    html: Annotated[Path | None, As("PAGE.html"), "page to write, with a picture of --exact's step"] = None,
     strict: Strict = False,
     next_commands: Annotated[bool, typer.Option("--next/--no-next", hidden=True)] = True,
 ) -> None:
@@ -80,9 +73,7 @@ def train(
     """
     check_recipe_there(recipe)
     if dry:
-        from .dry_run import show_dry_run
-
-        show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory, exact=exact, html=html)
+        _dry_run(recipe, overrides or [], rank, device_memory, exact=exact, html=html)
         return
     of_dry = {"--rank": rank, "--device-memory": device_memory, "--exact": exact or None, "--html": html}
     for option, value in of_dry.items():
@@ -120,4 +111,120 @@ def _print_next_commands(recipe: Path, overrides: list[str]) -> None:
             commands.append(["generate", out, "--prompt", "Once upon a time"])
         commands.append(["convert", out, out / "hf", "--to", "hf"])
     for lead, words in zip(("next:", "     ", "     "), commands, strict=False):
-        typer.echo(f"{lead} trilith {shlex.join(map(str, words))}")
+        say(f"{lead} trilith {shlex.join(map(str, words))}")
+
+
+@no_garbage_search(hide=True)
+def _dry_run(
+    recipe: Path,
+    overrides: Sequence[str],
+    rank: int | None,
+    device_memory: str | None,
+    *,
+    exact: bool,
+    html: Path | None,
+) -> None:
+    """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit.
+
+    ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
+    """
+    from ..planner.device_memory import LESS_UNUSED
+    from ..recipes.recipe import load_recipe
+    from ..runs.report.html import is_page_of
+    from ..storage.staging import output_file
+
+    ours = partial(is_page_of, "trilith train --dry-run")
+    # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
+    with output_file(html, ours=ours) if html is not None else nullcontext() as page:
+        if page is not None:
+            page.write_bytes(bytes(_ROOM_FOR_PAGE))
+        device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+        planned = _show(load_recipe(recipe, overrides), rank, device)
+        if exact or page is not None:
+            from ..planner.search import Worker
+            from ..planner.search.exact_memory import (
+                exact_line,
+                kinds_of_bytes,
+                largest_holders,
+                make_step_page,
+            )
+            from ..runs.terminal import plain_console
+
+            shown = planned.rank
+            simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
+            with closing(Worker()) as worker, simulating:
+                record = worker.simulate(planned.recipe, shown.rank)
+            say(f"exact          {exact_line(record, shown.memory.total)}")
+            print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
+            print_table(_table("the largest holders", *largest_holders(record)))
+            if page is not None:
+                page.write_text(make_step_page(recipe.stem, record, shown.memory.total), encoding="utf-8")
+    if html is not None:
+        say(f"page           {html}")
+    for note in planned.notes:
+        say(f"not here       {note}")
+    planned.check(str(recipe))
+    if planned.room is None:
+        say("fit unknown    give the device's memory: --device-memory 80GB")
+    else:
+        used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
+        space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
+        wasteful = planned.rank.runtime and planned.device and planned.rank.reserved > planned.device
+        say(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
+
+
+def _show(recipe: "Recipe", rank: int | None, device: int | None) -> "DryRun":
+    layout = recipe.layout
+    ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
+    say(f"layout         {layout}{ranks}")  # all else takes seconds
+    from ..planner.device_memory import reserved_words, unit_of
+    from ..planner.dry_run import dry_run
+    from ..recipes.checks import without_effect
+
+    planned = dry_run(recipe, rank=rank, device=device)
+    shown, memory = planned.rank, planned.rank.memory
+    active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
+    say(f"device         {planned.recipe.device}")
+    same = shown.parameters == shown.stored == shown.trained
+    on_rank = f"computes with {shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
+    if same:
+        padded = ", padding included" * (layout.world == 1 and shown.stored > planned.parameters)
+        on_rank = f"has {shown.stored:,}{padded}"
+    say(f"parameters     {planned.parameters:,}{active}; rank {shown.rank} {on_rank}")
+    say(
+        f"global batch   {counted(planned.recipe.data.global_batch, 'sample')}, {planned.tokens:,} tokens; "
+        f"{counted(planned.micro_batches, 'micro-batch')} of {planned.recipe.data.micro_batch} a rank; "
+        f"pipeline bubble {planned.bubble:.1%}"
+    )
+    for line in without_effect(planned.recipe):
+        say(f"note           {line}")
+    if layout.pipeline > 1:
+        say(f"stages         {planned.cut}")
+    flops, prefix = (1e9, "G") if planned.flops.causal >= 1e8 else (1e6, "M")
+    say(
+        f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
+        f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
+    )
+    unit, scale = unit_of(shown.total)
+    sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
+    rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
+    memory_table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
+    memory_table.add_section()
+    memory_table.add_row("at the worst moment", f"{shown.total / scale:,.2f}")
+    if memory.host:
+        memory_table.add_row("beside, on the host", f"{memory.host / scale:,.2f}")
+    print_table(memory_table)
+    if shown.runtime:
+        say(f"reserved       {reserved_words(shown.reserved, planned.device)}")
+    if planned.recipe.compiles:
+        say("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
+    if shown.traffic:
+        unit, scale = unit_of(max(sent.wire for sent in shown.traffic))
+        head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
+        sent_rows = [
+            (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",
+             f"{each.wire / scale:,.2f}")
+            for each in shown.traffic
+        ]  # fmt: skip
+        print_table(_table(f"collectives of rank {shown.rank}, a step", head, sent_rows))
+    return planned

@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-from ..system import counted
-from ..system.errors import BadInput
+from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import byte_progress, say
@@ -11,10 +10,7 @@ from .shared.say import byte_progress, say
 
 def verify(
     source: Annotated[
-        Place,
-        As("DIR_OR_TOKENS"),
-        "checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
-        "checkpoint of another project",
+        Place, As("DIR_OR_TOKENS"), "checkpoint (any project's), run, Hugging Face folder, token file, URL"
     ],
     *,
     config: Annotated[Place | None, CONFIG] = None,

@@ -15,8 +15,7 @@ import torch
 from ..ranks import RankError, run_fresh
 from ..ranks.pickling import FunctionName
 from ..storage.small_files import read_json
-from ..system import quiet_libraries, whole_number
-from ..system.machine import usable_cores
+from ..system import quiet_libraries, usable_cores, whole_number
 from ..system.process_end import leave
 
 
@@ -55,7 +54,6 @@ def in_ranks(
 
 
 def _reason(code: int, output: str) -> str:
-    """Return why a rank ended, in one line."""
     if code < 0:
         hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint}"

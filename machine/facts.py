@@ -1,12 +1,10 @@
 """Say what a machine is, processor, versions, GPUs, and hold what the doctor finds about it."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from importlib.metadata import version
+from typing import Any, Literal, Self
 
 import torch
 
@@ -27,15 +25,8 @@ def host() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of each package; empty for one that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    """Return the versions of Python and of each package."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def gpus() -> dict[str, Any]:
@@ -85,6 +76,6 @@ class Finding:
     todo: str = ""
 
     @classmethod
-    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Finding:
+    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Self:
         """Return a finding that is ok unless there is something to do."""
         return cls(group, check, level if todo else "ok", found, todo)

@@ -3,8 +3,6 @@
 No model is in memory for a folder; all content is random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -87,7 +85,7 @@ def llama(
     }
 
 
-def built(config: dict[str, Any], **options: Any) -> CausalLM:
+def built(config: dict[str, Any], **options: Any) -> "CausalLM":
     """Build a model; ``options`` are those of its family's ``build``."""
     family = family_of(config)
     return family.build(family.from_hf(config), **options)

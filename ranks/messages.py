@@ -12,6 +12,10 @@ from .pickling import FunctionName
 
 #: A template writes to a rank's life line: first the process id, at the end the exit code.
 LIFE = struct.Struct("i")
+#: Worker to parent: waiting for a call.
+READY = "ready"
+#: Parent to worker: all ranks have answered, or one has failed; destroy the process group.
+LEAVE = "leave"
 
 
 @dataclass(frozen=True)
@@ -53,27 +57,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Returned:
-    """Worker to parent: the packed result."""
-
-    result: bytes
-
-
-@dataclass(frozen=True)
 class Raised:
-    """Worker to parent: what was raised, and when on the monotonic clock, which all processes share."""
+    """Worker to parent, in the place of the packed result: what was raised, and when on the monotonic clock,
+    which all processes share.
+    """
 
     seconds: float
     summary: str
     traceback: str
     cause: bytes | None
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Parent to worker: all ranks have answered, or one has failed; destroy the process group."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Worker to parent: waiting for a call."""

@@ -1,7 +1,5 @@
 """Send functions, arguments and results between parent and worker: by name, and by plain pickle."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +27,7 @@ class FunctionName:
     name: str
 
     @classmethod
-    def of(cls, fn: Callable[..., Any]) -> FunctionName:
+    def of(cls, fn: Callable[..., Any]) -> Self:
         """Name a function; ``ValueError`` for closures, lambdas, bound methods: other processes lack them."""
         advice = "Define it with `def` at the top of a module and pass what it needs as arguments"
         if not isinstance(fn, FunctionType | type):

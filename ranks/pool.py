@@ -1,8 +1,4 @@
-"""Run a function on many ranks: ``run_parallel`` in processes that are started once for all calls, and
-``run_fresh``, for tests in which ranks die, in new ones.
-"""
-
-from __future__ import annotations
+"""Run a function on many ranks: ``run_parallel`` in the same processes, ``run_fresh`` in new ones."""
 
 import atexit
 import contextlib
@@ -14,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
-from .messages import Call, Leave, Raised, Ready, Returned
+from .messages import LEAVE, READY, Call, Raised
 from .pickling import FunctionName, pack, unpack, unpack_exception
 from .processes import Process, Rendezvous, silent_ranks, templates
 
@@ -57,7 +53,6 @@ class Pool:
                 self._replace([member.worker for member in members if member.phase != "ready"])
 
     def _start(self, world: int) -> None:
-        """Start workers up to ``world``, ready for a call."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous()
         missing = [rank for rank in range(world) if rank not in self._workers]
@@ -77,9 +72,7 @@ class Pool:
 
 @dataclass
 class _Member:
-    """Hold a rank of one call. It works, has answered and stays in the process group, leaves it once it is
-    told to, and is ready for another call.
-    """
+    """Hold a rank of one call: working, answered but still in the process group, leaving it, or ready."""
 
     rank: int
     worker: Process
@@ -97,8 +90,8 @@ class _Member:
             self.phase = "leaving"
             return
         self.phase = "answered"
-        if isinstance(answer, Returned):
-            self.result = answer.result
+        if isinstance(answer, bytes):
+            self.result = answer
         else:
             assert isinstance(answer, Raised), answer
             facts = (answer.seconds, f"raised {answer.summary}", answer.traceback, self.worker.output())
@@ -146,7 +139,7 @@ def _failures(members: list[_Member]) -> list[RankFailure]:
 
 def _let_leave(members: list[_Member]) -> None:
     for member in _in("answered", members):
-        member.worker.send(Leave())
+        member.worker.send(LEAVE)
         member.phase = "leaving"
 
 
@@ -155,7 +148,7 @@ def _await_ready(members: list[_Member]) -> None:
     for member in members:
         if member.worker.pipe.poll(max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(EOFError):
-                assert isinstance(member.worker.receive(), Ready)
+                assert member.worker.receive() == READY
                 member.phase = "ready"
 
 
@@ -186,13 +179,11 @@ def run_parallel(fn: Callable[..., Any], world: int = 4, *args: Any, timeout: fl
 
 
 class ExitCode(int):
-    """Hold the exit code of a rank, negative for the signal that killed it; ``output`` is all that it
-    printed.
-    """
+    """Hold a rank's exit code, negative for a signal that killed it; ``output``: all that it printed."""
 
     output: str
 
-    def __new__(cls, code: int, output: str) -> ExitCode:
+    def __new__(cls, code: int, output: str) -> Self:
         self = super().__new__(cls, code)
         self.output = output
         return self

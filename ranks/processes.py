@@ -1,7 +1,5 @@
 """Control the processes of ranks, and the templates that they are forked from."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -20,7 +18,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from .failures import RankFailure
-from .messages import LIFE, Ready, Setting
+from .messages import LIFE, READY, Setting
 from .pickling import pack, unpack
 
 #: Seconds for a process to start and import torch, on a laptop with all cores busy.
@@ -31,7 +29,6 @@ TRACE = 3.0
 
 
 def _text_of(printed: IO[bytes]) -> str:
-    """Return what processes have printed into a file."""
     fd = printed.fileno()
     return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
@@ -39,7 +36,7 @@ def _text_of(printed: IO[bytes]) -> str:
 class Process:
     """Hold one rank's process: the pipe to it, the file that catches its output, its life line."""
 
-    def __init__(self, template: Template, *, fresh: bool) -> None:
+    def __init__(self, template: "Template", *, fresh: bool) -> None:
         self.pipe: Connection
         self.pipe, child_pipe = Pipe()
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (exists as long as somebody has it open)
@@ -57,7 +54,7 @@ class Process:
         try:
             if not self.pipe.poll(START):
                 raise EOFError
-            assert isinstance(self.receive(), Ready)
+            assert self.receive() == READY
         except EOFError:
             printed = self._template.output() + self.output()
             raise RuntimeError(f"the process of a rank did not start:\n{printed}") from None
@@ -130,13 +127,13 @@ class Process:
 _COMMAND = """
 from trilith.system import search_less_often
 search_less_often()
-from trilith.ranks.fork_server import start
+from trilith.ranks.worker import start
 start()
 """
 
 
 class Template:
-    """Hold a process that forks ranks, with these modules imported; see ``fork_server.py``."""
+    """Hold a process that forks ranks, with these modules imported; see ``worker.py``."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, child_socket = socket.socketpair()
@@ -229,7 +226,7 @@ class Rendezvous:
 
 
 def _environment() -> dict[str, str]:
-    defaults = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    defaults = {"GLOO_SOCKET_IFNAME": "lo"}
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
     # Unbuffered, or what a killed rank printed is lost.
     return defaults | dict(os.environ) | threads | {"PYTHONUNBUFFERED": "1"}

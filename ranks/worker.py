@@ -1,15 +1,23 @@
-"""Be a rank: run the calls of the pool until the parent is gone, or the one call of ``run_fresh``."""
+"""Be a rank: run the calls of the pool until the parent is gone, or the one call of ``run_fresh``.
+
+Or import torch once and fork ranks: an import takes seconds, a fork milliseconds. ``start`` is the command of
+such a template. It has one thread, so that a fork is whole.
+"""
 
 import faulthandler
 import gc
+import importlib
 import os
 import queue
 import random
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -20,7 +28,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from .messages import Call, Leave, Raised, Ready, Returned
+from ..system import search_garbage_rarely
+from ..system.process_end import end
+from .messages import LEAVE, LIFE, READY, Call, Raised, Setting
 from .pickling import pack, pack_exception, unpack
 
 #: The number of modules when a call last left new ones behind.
@@ -31,10 +41,10 @@ def serve(parent: Connection) -> NoReturn:
     """Run the calls that the parent sends."""
     inbox = begin(parent)
     while True:
-        parent.send_bytes(pack(Ready()))
+        parent.send_bytes(pack(READY))
         call = inbox.get()
         parent.send_bytes(pack(_answer(call)))
-        assert isinstance(inbox.get(), Leave)
+        assert inbox.get() == LEAVE
         _leave()
 
 
@@ -44,7 +54,7 @@ def run_one(parent: Connection) -> int:
     The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
     """
     inbox = begin(parent)
-    parent.send_bytes(pack(Ready()))
+    parent.send_bytes(pack(READY))
     np.random.seed()  # forks share numpy's state, launched processes do not
     call = inbox.get()
     try:
@@ -70,9 +80,7 @@ def begin(parent: Connection) -> queue.SimpleQueue[Any]:
 
 
 def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    """Hand on what the parent says. Its end of the pipe closes when it dies, by whatever: then so do we, and
-    what we started, such as a compiler.
-    """
+    """Hand on what the parent says; end when it does, with what we started, such as a compiler."""
     try:
         while True:
             inbox.put(unpack(parent.recv_bytes()))
@@ -82,10 +90,10 @@ def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(0)
 
 
-def _answer(call: Call) -> Returned | Raised:
+def _answer(call: Call) -> bytes | Raised:
     try:
         _forget()
-        return Returned(pack(run(call)))
+        return pack(run(call))
     except BaseException as error:
         seconds = time.monotonic()
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
@@ -117,9 +125,7 @@ def _enter(call: Call) -> None:
 
 
 def wait_for_all(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Return when all ranks have called this. A rank that ended before would close connections on which
-    others still wait, and their start would fail.
-    """
+    """Wait for all ranks: one that ended before would close connections on which others still wait."""
     store.set(f"joined/{rank}", "")
     store.wait([f"joined/{other}" for other in range(world)], timeout)
 
@@ -154,7 +160,6 @@ def _forget_groups() -> None:
 
 
 def _forget() -> None:
-    """Reset seeds, defaults and caches."""
     _forget_groups()
     random.seed(0)
     np.random.seed(0)
@@ -164,3 +169,69 @@ def _forget() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+
+
+def main(fd: int) -> int:
+    """Fork ranks until the harness is gone. In a rank: do what the harness sends; the exit code."""
+    parent = Connection(fork_ranks(socket.socket(fileno=fd)))
+    setting = unpack(parent.recv_bytes())
+    assert isinstance(setting, Setting), setting
+    setting.apply()
+    return run_one(parent) if setting.fresh else serve(parent)
+
+
+def fork_ranks(requests: socket.socket) -> int:
+    """Fork on each request, and report each fork's end. Returns in the forks alone: their end of the pipe."""
+    lives: dict[int, int] = {}
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    search_garbage_rarely()  # a search in a fork would copy every page
+    while True:
+        readable, _, _ = select.select([requests.fileno(), woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+            _report_ended(lives)
+        if requests.fileno() in readable:
+            data, fds, _, _ = socket.recv_fds(requests, 1, 3)
+            if not data:
+                os._exit(0)  # the harness is gone; the ranks notice by their own pipes
+            pipe, printed, life = fds
+            if (pid := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                # A shell starts what runs in its background with this signal ignored.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                requests.close()
+                for fd in (woken, wake, life, *lives.values()):
+                    os.close(fd)
+                for stream in (1, 2):
+                    os.dup2(printed, stream)
+                os.close(printed)
+                os.setsid()
+                return pipe
+            os.write(life, LIFE.pack(pid))
+            lives[pid] = life
+            os.close(pipe)
+            os.close(printed)
+
+
+def _report_ended(lives: dict[int, int]) -> None:
+    while lives:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        life = lives.pop(pid)
+        with suppress(BrokenPipeError):  # the harness no longer asks
+            os.write(life, LIFE.pack(os.waitstatus_to_exitcode(status)))
+        os.close(life)
+
+
+def start() -> NoReturn:
+    """Be a template: the arguments of the command line are a descriptor and the modules to import."""
+    # What is imported here no rank need import: pipelining and FSDP import torch's compiler, 1.5 s a rank.
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    end(main(int(sys.argv[1])))

@@ -72,9 +72,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, in order; none if there is no file. A line that is broken, or that no run can
-    have written, is passed over.
-    """
+    """Read a run's events in order, none without a file; what no run can have written is passed over."""
     return [line for line in read_good_lines(path) if _is_whole(line)]
 
 
@@ -114,9 +112,7 @@ def last_recipe(events: Path) -> dict[str, Any]:
 
 
 def recipe_changes(before: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """Return a text such as ``compute: "float32", now "bfloat16"`` for each key that differs from the recipe
-    of the last start.
-    """
+    """Return a text such as ``compute: "float32", now "bfloat16"`` for each key that has changed."""
     if not before:
         return []
     then, now = flat_recipe(dict(before)), flat_recipe(dict(recipe))

@@ -74,9 +74,7 @@ def what_it_waited_for(folder: Path, world: int) -> str:
 
 
 def read_records_of(folder: Path) -> dict[int, list[Call]]:
-    """Read what the ranks of a run's last start have written, by rank. A file that cannot be read is passed
-    over: its rank may have been killed while it wrote.
-    """
+    """Read the records of a run's last start, by rank; a file that a kill cut short is passed over."""
     calls: dict[int, list[Call]] = {}
     for path in sorted(folder.glob("*-rank*")):
         name = _NAME.fullmatch(path.name)
@@ -119,9 +117,7 @@ def _calls_in(record: Mapping[str, Any], groups: Mapping[str, Sequence[int]]) ->
 
 
 def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return a sentence for each collective in which a rank waited: who waits for whom, or who calls another
-    one.
-    """
+    """Return a sentence for each collective in which a rank waited: for whom, or who calls another one."""
     first: dict[tuple[str, tuple[int, ...]], int] = {}  # of each group that has not ended on some rank
     for calls in records.values():
         for call in calls:

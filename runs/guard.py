@@ -1,7 +1,6 @@
 """Guard a rank: write its heartbeat and, if it fails, who was at fault first and its last message."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import MachineFailed, PeerFailed, rank_at_fault
-from ..storage.disk import DiskFailed, write_whole
+from ..storage.disk import DiskFailed, FileLock, write_whole
 from ..storage.small_files import read_json
 from ..system.refusals import UNEXPECTED
 from .flight_recorder import what_it_waited_for, write_record
@@ -42,15 +41,14 @@ def blame_together(beat: Heartbeat) -> str:
             if others:
                 return "; ".join(others.values())
         try:
-            os.close(os.open(looking, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            if time.monotonic() >= deadline:
-                return ""
-            time.sleep(_LOOK_EVERY)
-            continue
+            lock = FileLock.take(looking)
         except OSError:  # such as a full disk: then alone
             return blame(beat.folder, beat.world, but=beat.rank, run=beat.run)
-        break
+        if lock is not None:
+            break
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(_LOOK_EVERY)
     try:
         accused = _look(beat.folder, beat.world, but=beat.rank, run=beat.run, wait=_WAIT)
         if accused:
@@ -59,7 +57,7 @@ def blame_together(beat: Heartbeat) -> str:
         return "; ".join(accused.values())
     finally:
         with suppress(OSError):
-            looking.unlink()
+            lock.remove()
 
 
 def blame(folder: Path, world: int, *, but: int, run: str, wait: float = _WAIT) -> str:
@@ -163,9 +161,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_collective_failure(error: Exception) -> bool:
-    """Tell whether the error says that a peer or the network failed, not this rank; torch has no single
-    type for it.
-    """
+    """Tell whether a peer or the network failed, not this rank; torch has no single type for that."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OF_A_COLLECTIVE)

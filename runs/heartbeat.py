@@ -8,7 +8,6 @@ without a collective.
 import json
 import os
 import re
-import secrets
 import socket
 import threading
 import time
@@ -204,11 +203,6 @@ def this_start() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def new_start() -> str:
-    """Return a name that no other start has, for the ranks that are started together."""
-    return secrets.token_hex(8)
-
-
 def _read(path: Path) -> RankStatus:
     return RankStatus(**(read_json(path) | {"time": path.stat().st_mtime}))
 
@@ -231,9 +225,7 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
 
 
 def clear_status(folder: Path) -> None:
-    """Delete what ranks of an earlier run left: their status, half of it if they were killed, whom they
-    blamed, and records of collectives.
-    """
+    """Delete what an earlier run's ranks left: status, also half of it, blame, records of collectives."""
     for path in folder.glob("*"):
         if _OF_A_RANK.fullmatch(path.name) or path.name.startswith(BLAME):
             path.unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""Get from a command to a running process group: in this process for one rank, in one of its own for each of
-several.
-"""
+"""Get from a command to a running process group: here for one rank, in a process for each of several."""
 
 import os
 import signal
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any
 
 import torch
@@ -33,11 +32,10 @@ from ..parallel_state import (
     launched,
     own_device,
 )
-from ..system import counted, visible
-from ..system.machine import usable_cores
+from ..system import counted, usable_cores, visible
 from ..system.process_info import LAUNCHER
 from .guard import blame
-from .heartbeat import first_failure, make_folder, new_start, read_status
+from .heartbeat import first_failure, make_folder, read_status
 from .rendezvous import join, tell_spares
 from .requests import PREEMPTED, handled_signals
 
@@ -169,7 +167,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     """
     check_local_ranks(world)
     make_folder(status)
-    run = new_start()
+    run = token_hex(8)  # the name of no other start
     # The ranks meet at a store of this process, which outlives each of them.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile("w+") as log:
@@ -199,9 +197,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
 def _start(
     arguments: Sequence[str], world: int, run: str, port: int, *, stdin: int | None, stderr: IO[str]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the ranks of the start ``run``, with torchrun's variables, in sessions of their own: Ctrl-C in a
-    terminal reaches this process alone.
-    """
+    """Start the ranks with torchrun's variables, in sessions of their own: Ctrl-C reaches this process."""
     shared = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

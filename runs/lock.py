@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from ..parallel_state import BadInput, ParallelState, together
 from ..storage.disk import FileLock, try_lock
 from ..storage.file_names import CHECKPOINTS, holds_steps
-from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
+from .heartbeat import clear_status, make_folder, status_folder, this_start
 from .requests import Switches
 
 #: Seconds to wait for the ranks of a run that has just failed to be gone.
@@ -56,7 +57,7 @@ def only_run_in(folder: Path, state: ParallelState, *, patience: float | None = 
             if inherits_lock(folder):
                 return this_start()
             locks.callback(_take(folder, patience).release)
-            return new_start()
+            return token_hex(8)
 
         yield together(take, state)[0]
 

@@ -2,7 +2,6 @@
 
 import math
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,7 +152,6 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
 
 def _step(line: Mapping[str, Any] | None) -> int | None:
-    """Return the step of a line, or ``None``."""
     step = None if line is None else line.get("step")
     return step if type(step) is int and step >= 0 else None
 
@@ -167,5 +165,4 @@ def memory_used(device: torch.device) -> int:
         return peak
     if (memory := own_memory()) is not None:
         return memory.resident
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,7 +23,6 @@ _MOST_NAMED = 8
 _GRACE = timedelta(seconds=3)
 #: Set by the first rank when it leaves; no run is longer than the time that a spare waits for it.
 _LEFT, _LONGEST = "left", timedelta(days=365)
-_GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
 
 @quiet_libraries()
@@ -41,15 +39,15 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
     if rank == 0:
         verdict = _judge(store, world, timeout)
         store.set("verdict", json.dumps(verdict))
-        if verdict != _GOOD:
+        if verdict is not None:
             _wait_for_readers(store, world)
     else:
         verdict = json.loads(_verdict(store, rank, timeout))
         store.set(f"read/{rank}", "")
-    if verdict["missing"]:
-        raise PeerFailed(f"{verdict['missing']} missing: {_seconds(timeout)} after the others came")
-    if verdict["odd"]:
-        key, common, odd = verdict["odd"]
+    if isinstance(verdict, str):
+        raise PeerFailed(f"{verdict} missing: {_seconds(timeout)} after the others came")
+    if verdict is not None:
+        key, common, odd = verdict
         todo = "Start every rank with the same recipe, code and packages"
         raise BadInput("launch", key, expected=common, found=odd, todo=todo)
     return store
@@ -125,24 +123,22 @@ def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
     return store.get("verdict")
 
 
-def _judge(store: dist.Store, world: int, timeout: timedelta) -> dict[str, Any]:
-    """Return the verdict: the missing ranks, or the first fact on which ranks differ, or that all is well.
-
-    For such a fact it has its name, the value that most ranks have, and the other value with its ranks.
+def _judge(store: dist.Store, world: int, timeout: timedelta) -> str | tuple[str, str, str] | None:
+    """Return ``None`` if all is well, else the missing ranks, or the first fact on which ranks differ: its
+    name, the value that most ranks have, and the other value with its ranks.
     """
     try:
         store.wait([f"card/{rank}" for rank in range(world)], timeout)
     except RuntimeError:
-        missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
-        return {"missing": _ranks(missing), "odd": None}
+        return _ranks([rank for rank in range(world) if not store.check([f"card/{rank}"])])
     cards = [json.loads(card) for card in store.multi_get([f"card/{rank}" for rank in range(world)])]
     for key in cards[0]:
         values = [card.get(key) for card in cards]
         common, _ = Counter(values).most_common(1)[0]
         odd = [rank for rank, value in enumerate(values) if value != common]
         if odd:
-            return {"missing": "", "odd": (key, common, f"{values[odd[0]]} on {_ranks(odd)}")}
-    return _GOOD
+            return key, common, f"{values[odd[0]]} on {_ranks(odd)}"
+    return None
 
 
 def _wait_for_readers(store: dist.Store, world: int) -> None:

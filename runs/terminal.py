@@ -1,7 +1,5 @@
 """Print text on a terminal as it is, and the lines of a run."""
 
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +45,7 @@ class Terminal:
     def say(self, text: str) -> None:
         self._console.print(text)
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: "StepMetrics") -> None:
         if self._first < 0:
             self._first, self._began = metrics.step, time.monotonic()
         done = metrics.step - self._first
@@ -72,7 +70,7 @@ class Terminal:
             parts.append(f"slow: rank {metrics.slow_rank} on {metrics.slow_host}, {metrics.slow_times:.1f} x")
         self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
 
-    def evaluation(self, metrics: StepMetrics) -> None:
+    def evaluation(self, metrics: "StepMetrics") -> None:
         """Print a line after a step that an evaluation followed."""
         perplexity = metrics.evaluation_perplexity
         shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"

@@ -2,11 +2,13 @@
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``counted``, which writes a number of
-things, ``whole_number``, which reads a number that somebody else wrote, ``quiet_libraries``, and four ways to
-search less for garbage: in starts, in plans, in training (``manual_gc``) and in tests. ``errors``
-has the errors for users, one line each.
+things, ``whole_number``, which reads a number that somebody else wrote, ``address_of``, ``usable_cores``,
+``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in training, by
+``manual_gc``, and in tests. ``errors`` has the errors for users, one line each, ``BadInput`` among them.
 """
 
+from .addresses import address_of as address_of
+from .errors import BadInput as BadInput
 from .garbage import manual_gc as manual_gc
 from .garbage import no_garbage_search as no_garbage_search
 from .garbage import search_garbage_rarely as search_garbage_rarely
@@ -15,6 +17,7 @@ from .limits import OverLimit as OverLimit
 from .limits import bounded as bounded
 from .limits import check_enough as check_enough
 from .limits import most_at_once as most_at_once
+from .machine import usable_cores as usable_cores
 from .refusals import Refusal as Refusal
 from .refusals import refusal_of as refusal_of
 from .standard_streams import quiet_libraries as quiet_libraries

@@ -74,9 +74,7 @@ class BadCheckpoint(BadInput):
 
 
 class MachineFailed(RuntimeError):
-    """Report that this machine has too little of something: disk space, memory, file descriptors,
-    processes.
-    """
+    """Report that this machine has too little disk space, memory, file descriptors or processes."""
 
     exit_code = 3
 

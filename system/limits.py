@@ -87,9 +87,7 @@ MEMORY = 2**28
 
 
 def check_enough() -> None:
-    """Raise the system's own ``OSError`` where this process may not open ``DESCRIPTORS`` more files, or may
-    not take ``MEMORY`` more bytes.
-    """
+    """Raise the system's ``OSError`` where ``DESCRIPTORS`` files or ``MEMORY`` bytes more cannot be had."""
     descriptors: list[int] = []
     try:
         for _ in range(DESCRIPTORS):

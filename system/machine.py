@@ -12,9 +12,7 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def memory_available(*, swap: bool = False) -> int | None:
-    """Return the bytes that new processes can use; ``None`` where the system does not say. ``swap``: those
-    that are free there, too.
-    """
+    """Return the bytes that new processes can use, free ``swap`` too if asked; ``None``: not known."""
     available = _meminfo("MemAvailable:")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None:
@@ -32,7 +30,7 @@ def _meminfo(name: str) -> list[int]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     words = " ".join(_lines(_CGROUP / "cpu.max")).split()
     if len(words) == 2 and (quota := whole_number(words[0])) and (period := whole_number(words[1])):
         cores = min(cores, round(quota / period))
@@ -46,9 +44,7 @@ def processor_name() -> str:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the kind of the file system (ext4, nfs4, tmpfs) in which an existing path lies; empty where the
-    system does not say.
-    """
+    """Return the kind of an existing path's file system (ext4, nfs4, tmpfs); empty where not known."""
     real, kind, mounted_at = os.path.realpath(path), "", ""
     for line in _lines(_PROC / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
@@ -75,5 +71,4 @@ def _number(path: Path) -> int | None:
 
 
 def _first_number(line: str) -> int | None:
-    """Return the number after the first word of a line."""
     return whole_number("".join(line.split()[1:2]))

@@ -8,7 +8,6 @@ import ctypes
 import os
 import resource
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,11 +104,7 @@ LAUNCHER = "_TRILITH_LAUNCHER"
 def end_with_parent(number: int = signal.SIGTERM) -> None:
     """Have the system send this process the signal when its parent dies; now, if that was its launcher, which
     is gone already.
-
-    Does nothing on a system other than Linux.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(number), 0, 0, 0)
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), number)

@@ -19,8 +19,7 @@ def read_ahead(folder: Path, readers: int) -> None:
 
     It is advice alone: what is wrong with a file, those who read it will see.
     """
-    if hasattr(os, "posix_fadvise"):
-        Thread(target=_advise, args=(folder, readers), daemon=True).start()
+    Thread(target=_advise, args=(folder, readers), daemon=True).start()
 
 
 def _advise(folder: Path, readers: int) -> None:

@@ -17,9 +17,7 @@ PLACE, MACHINE, UNEXPECTED = 2, 3, 70
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """State in words for a user what the system refused; ``code`` is the exit code, ``names`` are the
-    paths.
-    """
+    """State for a user what the system refused: exit ``code``, reason, what to do, ``names`` of paths."""
 
     code: int
     reason: str
@@ -101,7 +99,6 @@ def refusal_of(error: BaseException) -> Refusal | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the errors that caused it."""
     seen: set[int] = set()
     here: BaseException | None = error
     while here is not None and id(here) not in seen:

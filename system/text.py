@@ -15,9 +15,7 @@ _COMMANDS = re.compile(
 
 
 def visible(text: str) -> str:
-    """Return the text with every character that a terminal would obey written out. Tabs and line ends
-    stay.
-    """
+    """Return the text with all that a terminal would obey written out, but for tabs and line ends."""
     return _COMMANDS.sub(_escape, text)
 
 

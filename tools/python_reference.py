@@ -3,8 +3,6 @@
 Reads the sources with ``ast`` and imports neither torch nor this library.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -124,7 +122,6 @@ def _constructor(entry: Entry, node: ast.ClassDef) -> list[str]:
 
 
 def _head(entry: Entry) -> str:
-    """Return the signature, one argument a line where it is long."""
     node = entry.node
     if isinstance(node, ast.FunctionDef):
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""

@@ -57,12 +57,6 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
     return [*(_own(word, options) for word in words[:end]), *words[end:]]
 
 
-def with_own_command(words: Sequence[str]) -> list[str]:
-    """Return a command line's words with a former command replaced by what has its meaning."""
-    first = next((place for place, word in enumerate(words) if not word.startswith("-")), 0)
-    return [*words[:first], *FORMER_COMMANDS.get(words[first], [words[first]]), *words[first + 1 :]]
-
-
 def what_to_type(words: Sequence[str], options: Collection[str], arguments: Collection[str]) -> str | None:
     """Return what to write in the place of the first option that a command has no more, or that is an
     argument of the command; ``None`` if there is none. ``arguments``: their names in the help.

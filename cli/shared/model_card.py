@@ -34,22 +34,15 @@ def model_card(source: Source, *, base: str | None = None) -> str:
         "base_model": base if base and not Path(base).exists() else None,  # a name of the hub
         "library_name": library,
     }
-    lines = [
-        "---",
-        *(f"{key}: {value}" for key, value in head.items() if value),
-        "tags: [trilith]",
-        "---",
-        "",
-    ]
-    lines += [f"# A {kind} model", ""]
     step = None if source.manifest is None else source.manifest.step
     trained = f"trained to step {step:,}" if step is not None else "converted"
-    lines += [f"Weights {trained} with trilith {version('trilith')}.", ""]
+    lines = ["---", *(f"{key}: {value}" for key, value in head.items() if value), "tags: [trilith]", "---"]
+    lines += ["", f"# A {kind} model", "", f"Weights {trained} with trilith {version('trilith')}.", ""]
     lines += [f"- Base: {_last_name(base) if base else 'none named: from scratch, or see the source'}"]
     lines += [f"- Licence: {licence or 'not stated here; that of the base and of the data applies'}"]
     if recipe:
-        lines += ["- Recipe, as far as it differs from the defaults:", "", "```toml"]
-        lines += [commented_recipe(_changed(recipe, Recipe)).strip(), "```"]
+        settings = commented_recipe(_changed(recipe, Recipe)).strip()
+        lines += [f"- Recipe, as far as it differs from the defaults:\n\n```toml\n{settings}\n```"]
     return "\n".join(lines) + "\n"
 
 
@@ -87,7 +80,6 @@ def _last_name(text: str) -> str:
 
 
 def _licence_of(folder: Path) -> str | None:
-    """Return the licence that a folder's own card states."""
     card = folder / CARD
     if not card.is_file():
         return None

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...system import whole_number
-from ...system.errors import BadInput
+from ...system import BadInput, whole_number
 
 
 def _refuse_passing_over(strict: bool) -> None:
@@ -59,7 +58,6 @@ IMPLEMENTATION = "whose code computes the model: auto, the zoo's if it has the f
 NAMES = "for a checkpoint of another project: table of names (megatron, meta, titan) or a TOML file of rules"
 #: On what the commands that look at a machine were tested; their help says it too.
 TESTED = "Tested on CPUs and, in part, on one H100; not yet on several GPUs."
-DRY_RUN = "print the plan and write nothing"
 INPUTS = "text, .jsonl or .parquet files, each also as .gz or .zst, or folders of Hugging Face datasets"
 JSON_KEY = "name of the JSON key or Parquet column that holds the text"
 

@@ -19,8 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import typer
 from typer.models import ParameterInfo
 
-from ...system.addresses import address_of
-from ...system.errors import BadInput
+from ...system import BadInput, address_of
 from .options import model_names, recipe_names
 
 
@@ -47,6 +46,11 @@ class OrAddress:
 
 
 Place = Annotated[str, OrAddress]
+#: How many of something, or nothing where the option has no number of its own.
+Count = Annotated[int, Range(1)]
+MaybeCount = Annotated[int | None, Range(1)]
+#: Recipe keys on a command line.
+Overrides = Annotated[list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"]
 Made = TypeVar("Made")
 
 
@@ -167,9 +171,7 @@ def check_recipe_there(recipe: str | Path) -> None:
 
 
 def check_model_there(model: str) -> None:
-    """Raise ``BadInput`` where neither a file or folder is nor a published size or a recipe has this
-    name.
-    """
+    """Raise ``BadInput`` for a name of no file or folder, and of no published size or recipe."""
     names = model_names("")
     if model.lower() in names or os.path.lexists(model):
         return

@@ -3,8 +3,6 @@
 The model in transformers is observed under our names, by the table of names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -135,7 +133,7 @@ def observe_alone(question: Question) -> Observation:
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
 
-def _load(question: Question) -> PreTrainedModel:
+def _load(question: Question) -> "PreTrainedModel":
     """Load the folder with transformers, which refuses some that we read with whatever exception it meets."""
     from transformers import AutoModelForCausalLM, __version__
 
@@ -150,9 +148,7 @@ def _load(question: Question) -> PreTrainedModel:
 
 
 def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
-    """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
-    and the features of its output that belong to them.
-    """
+    """Return for each of their modules ours, or our block, and the features of its output that are ours."""
     counterparts: dict[str, dict[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
@@ -169,7 +165,6 @@ def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
 
 
 def _gradients(links: Sequence[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         stop = link.ours_box.stop

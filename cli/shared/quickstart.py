@@ -102,7 +102,8 @@ class Quickstart:
         self.out, self.say = out, say
         self.checks: list[Check] = []
         self.tokenizer, self.tokens, self.recipe = out / "tokenizer", out / "tokens", out / "recipe.toml"
-        self.texts: list[str] = []
+        self.texts = list(standard_library(CHARACTERS))
+        self.parts = [part for text in self.texts for part in paragraphs(text)]
 
     def run(self) -> list[Check]:
         began = time.monotonic()
@@ -120,10 +121,7 @@ class Quickstart:
 
     def prepare(self) -> None:
         self.say("Training a SentencePiece tokenizer on Python's standard library")
-        self.texts = list(standard_library(CHARACTERS))
-        train_tokenizer(
-            (part for text in self.texts for part in paragraphs(text)), self.tokenizer, vocab_size=VOCABULARY
-        )
+        train_tokenizer(self.parts, self.tokenizer, vocab_size=VOCABULARY)
         tokenizer = load_tokenizer(self.tokenizer)
         with TokenWriter(
             self.tokens,
@@ -145,8 +143,7 @@ class Quickstart:
         """Check that AutoTokenizer and SentencePiece give the same ids."""
         auto = load_tokenizer(self.tokenizer)
         sentencepiece = load_tokenizer(self.tokenizer / "tokenizer.model")
-        sample = [part for text in self.texts for part in paragraphs(text)]
-        sample = sample[:: max(1, len(sample) // 500)][:500]
+        sample = self.parts[:: max(1, len(self.parts) // 500)][:500]
         differ = sum(auto.encode(part) != sentencepiece.encode(part) for part in sample)
         wrong = sum(auto.decode(auto.encode(part)) != part for part in sample)
         self.check(

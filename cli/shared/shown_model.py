@@ -3,8 +3,6 @@
 What each family can do is asked of its tiny model, which is built, or refused, for every axis and feature.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -116,7 +114,7 @@ def _sent(family: Family, config: ModelConfig, number: int) -> Iterator[str]:
     yield f"sends, tensor = {_CUT.tensor} with sequence: {', '.join(words)}"
 
 
-def _around(model: CausalLM) -> Iterator[str]:
+def _around(model: "CausalLM") -> Iterator[str]:
     if model.config.tie_word_embeddings:
         yield "the output layer is the embedding"
     if model.logit_scale != 1:

@@ -27,7 +27,7 @@ _USED_BY_OTHERS = 0.05
 def check_devices() -> Iterator[Finding]:
     """Yield each GPU with its memory, and how the GPUs are linked; one line where there is none."""
     if not torch.cuda.is_available():
-        text, todo = 'none: recipes run on the CPU (device = "cpu", the default)', ""
+        text, todo = "none: recipes run on the CPU", ""
         if names := smi("-L").splitlines():
             text = f"torch sees none of {len(names)}"
             todo = "Install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES"
@@ -48,9 +48,7 @@ def check_devices() -> Iterator[Finding]:
 
 
 def _gpus() -> dict[str, Any]:
-    """Return the findings of each GPU as data; made in a process of its own, because a process that has
-    talked to a GPU keeps memory on it.
-    """
+    """Return each GPU's findings as data: a process that has talked to a GPU keeps memory on it."""
     count = torch.cuda.device_count()
     return {"findings": [asdict(finding) for number in range(count) for finding in _gpu(number)]}
 
@@ -135,9 +133,7 @@ def _all_reduce(device: str, world: int) -> Finding:
 
 
 def all_reduce(device: str) -> dict[str, float]:
-    """Add the ranks' numbers; return the seconds to meet and those of one all-reduce. Raises if a sum is
-    wrong.
-    """
+    """Add the ranks' numbers; return the seconds to meet and of one all-reduce. Raises for a wrong sum."""
     world = int(os.environ["WORLD_SIZE"])
     began = time.perf_counter()
     with process_group(Layout.of(data=world), device=device, timeout=timedelta(seconds=_WAIT)) as state:

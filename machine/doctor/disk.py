@@ -36,9 +36,7 @@ class Folder:
 
 
 def check_files(folders: list[Path]) -> Iterator[Finding]:
-    """Yield a finding for each place: the working directory, torch's cache, the temporary folder, the given
-    ones.
-    """
+    """Yield a finding for each place: working directory, torch's cache, temporary folder, given ones."""
     temporary = Path(tempfile.gettempdir())
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary)
     places = {"working directory": Path.cwd(), "compile cache": cache, "temporary": temporary}
@@ -88,9 +86,7 @@ def _place(name: str, place: Path) -> Finding:
 
 
 def measure_folder(folder: Path) -> Folder:
-    """Write a file into the folder, read it back and delete it; the file is on the disk before the clock
-    stops.
-    """
+    """Measure a folder's disk with a file that is written, synced, read back and deleted."""
     piece = os.urandom(_PIECE)
     try:
         free = shutil.disk_usage(folder).free
@@ -100,8 +96,8 @@ def measure_folder(folder: Path) -> Folder:
                 file.write(piece)
             os.fsync(file.fileno())
             written = time.perf_counter() - began
-            if hasattr(os, "posix_fadvise"):  # read from the disk and not from memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # Read from the disk and not from memory.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             began = time.perf_counter()
             while file.read(_PIECE):

@@ -10,8 +10,6 @@ each block. With ZeRO 0 the sums run while backward goes on, and take its core m
 difference to a rank alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
@@ -39,9 +37,7 @@ AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
 
 
 def operator_seconds(device: torch.device, rounds: int) -> float:
-    """Return the seconds of an operator of a block, forward and backward, with Python and autograd between
-    operators.
-    """
+    """Return the seconds of an operator of a block, forward and backward, Python and autograd included."""
     return block_seconds(device, rounds, "none") / len(_traced("none", device.type == "cuda").operators)
 
 
@@ -96,7 +92,9 @@ def _forward_and_backward(
     return lambda: model(ids).sum().backward()
 
 
-def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
+def _model(
+    blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta"
+) -> "CausalLM":
     """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
     heads = 2 if state is None else max(2, state.tensor.size)
     raw = llama(8 * heads, blocks, ids=8 * heads, heads=heads, groups=heads, intermediate_size=16 * heads)
@@ -127,9 +125,7 @@ def exchange_figures(world: int, figures: Figures, rounds: int) -> Figures:
 
 
 def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], int]:
-    """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
-    block.
-    """
+    """Return the seconds of each kind of collective for a block of this width, and the block's bytes."""
     states = [ParallelState.start(Layout.of(data=world, zero=zero), device="cpu") for zero in (3, 0)]
     models = [_initialized(width, state) for state in (*states, ParallelState.alone())]
     sharded, whole, single = models
@@ -154,7 +150,7 @@ def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], i
     )
 
 
-def _anew(model: CausalLM) -> Callable[[], None]:
+def _anew(model: "CausalLM") -> Callable[[], None]:
     ids = torch.zeros(1, _ROUND, dtype=torch.int64)
 
     def work() -> None:
@@ -165,7 +161,7 @@ def _anew(model: CausalLM) -> Callable[[], None]:
     return work
 
 
-def _initialized(width: int, state: ParallelState) -> CausalLM:
+def _initialized(width: int, state: ParallelState) -> "CausalLM":
     model = built(llama(width, _BLOCKS, ids=16, groups=8), state=state, device="cpu")
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)

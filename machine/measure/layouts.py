@@ -1,7 +1,5 @@
 """Compare layouts on this machine's devices with one process in fp64 on the CPU."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +54,7 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
     family = family_of(raw := tiny_config("llama"))
     config = family.from_hf(raw)
 
-    def build() -> tuple[CausalLM, Step]:
+    def build() -> "tuple[CausalLM, Step]":
         model = family.build(config, state=state, dtype=master)
         if compiled:
             compile_blocks(model.layers.values())
@@ -74,7 +72,6 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
 
 
 def _worst(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:
-    """Return the largest difference of any gradient on any rank."""
     here = {name: expected[name] for name in gradients}
     worst = torch.tensor([gap for _, gap in differences(here, [gradients])], dtype=torch.float64).max()
     return float(_over_ranks(worst, dist.ReduceOp.MAX, state))

@@ -46,9 +46,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_links(store: dist.Store, here: int, count: int) -> list[Link]:
-    """Measure every link of ``count`` nodes; call it on each of them. Returns the links whose first node is
-    ``here``.
-    """
+    """Measure every link of ``count`` nodes, called on each; return those whose first node is ``here``."""
     links = []
     for number, pairs in enumerate(rounds(count)):
         _meet(store, f"round/{number}", count)
@@ -83,9 +81,7 @@ def _measure(store: dist.Store, first: int, second: int, here: int) -> Link:
 
 
 def _ping(group: Any, me: int) -> tuple[float, float]:
-    """Return the seconds of a message one way and how far the second's clock is ahead, by the fastest of
-    several exchanges.
-    """
+    """Return the seconds of a message one way and the lead of the second's clock, by the fastest one."""
     best, ahead = float("inf"), 0.0
     clock = torch.zeros(1, dtype=torch.float64)
     for _ in range(_PINGS):
@@ -104,9 +100,7 @@ def _ping(group: Any, me: int) -> tuple[float, float]:
 
 
 def _rate(group: Any, me: int) -> float:
-    """Return the bytes a second of a message to the second and back, by the fastest of several; a short one
-    says how long they may be.
-    """
+    """Return the bytes a second of the fastest message to and fro; a short one says how long they are."""
     size = torch.tensor([_LEAST])
     seconds = _to_and_fro(group, me, _LEAST)
     size[0] = min(_MOST, max(_LEAST, int(_SECONDS / 2 / _MESSAGES * _LEAST / max(seconds, 1e-6))))

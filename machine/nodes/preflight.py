@@ -38,7 +38,7 @@ def node_card(folders: Sequence[Path]) -> dict[str, Any]:
     """Return what this node says of itself, in a form that JSON can hold: its name, Slurm's or else the
     host's, the facts in which all nodes should be alike, and its folders.
     """
-    facts, here = {name: version or "not installed" for name, version in versions().items()}, gpus()
+    facts, here = versions(), gpus()
     names = here["names"]
     facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     return {

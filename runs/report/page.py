@@ -157,7 +157,6 @@ def _recipe(run: RunRecord) -> str:
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
-    """Return the keys in which the recipes differ."""
     flats = [flat_recipe(run.recipe) if run.recipe else {} for run in runs]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     rows = [[key, *(flat.get(key, "null") for flat in flats)] for key in keys]

@@ -6,9 +6,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import trilith
 from support.command_lines import make_inputs
+from support.configs import TINY_LLAMA
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
+from trilith.data.text.tokenizer_training import train_tokenizer
+
+CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +35,23 @@ def inputs():
     run(["--help"])  # what it reads and imports, forks need not read again
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A small model with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("words") / "model"
+    train_tokenizer([CORPUS], path, vocab_size=300)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(0)
+    config = {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.5}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    # A run of byte tokens that is no UTF-8 is decoded otherwise as it grows: this model writes words.
+    pieces = AutoTokenizer.from_pretrained(path).get_vocab()
+    odd = [number for piece, number in pieces.items() if piece.startswith("<")]
+    model.get_input_embeddings().weight.data[odd] = 0.0
+    model.save_pretrained(path)
+    return path
 
 
 @pytest.fixture

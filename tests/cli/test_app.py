@@ -332,8 +332,7 @@ def test_options_of_other_programs_are_taken_for_ours_where_a_command_has_them()
 
 
 def test_each_name_of_another_program_stands_for_an_option_of_some_command():
-    commands = dict(every_command(typer.main.get_command(make_app())))
-    ours = {name for command in commands.values() for option in command.params for name in option.opts}
+    ours = {name for command in EVERY.values() for option in command.params for name in option.opts}
     assert set(ALIASES) <= ours
     aliases = [alias for names in ALIASES.values() for alias in names]
     assert len(set(aliases)) == len(aliases)

@@ -17,7 +17,7 @@ from trilith.cli.shared import quickstart
 from trilith.cli.shared.options import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
+from trilith.parallel_state import BadInput, Layout, check_workers
 from trilith.pipeline import layout_of, timetable
 from trilith.pipeline.schedule_actions import MOST_FORWARDS, ORDERS
 from trilith.ranks import processes
@@ -102,12 +102,6 @@ def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over):
         ):
             with pytest.raises(BadInput, match=f"at most {most_at_once():,} .*several hosts with torchrun"):
                 way()
-
-
-def test_on_gpus_there_is_one_rank_for_each_device():
-    check_local_ranks(8, devices=8)
-    with pytest.raises(BadInput, match="at most 8 CUDA devices, one for each rank, found 9"):
-        check_local_ranks(9, devices=8)
 
 
 def test_a_dry_run_plans_any_number_of_ranks(folder, monkeypatch, capsys):

@@ -5,33 +5,7 @@ import json
 import shutil
 import sys
 
-import pytest
-import torch
-from support.configs import TINY_LLAMA
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
-from trilith.data.text.tokenizer_training import train_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chat") / "model"
-    train_tokenizer(["The quick brown fox jumps over the lazy dog.\n" * 20], path, vocab_size=300)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    torch.manual_seed(0)
-    config = {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.5}
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    # A run of byte tokens that is no UTF-8 is decoded otherwise as it grows: this model writes words.
-    pieces = AutoTokenizer.from_pretrained(path).get_vocab()
-    odd = [number for piece, number in pieces.items() if piece.startswith("<")]
-    model.get_input_embeddings().weight.data[odd] = 0.0
-    model.save_pretrained(path)
-    return path
 
 
 def said(model, monkeypatch, capfd, text, *options):

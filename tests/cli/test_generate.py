@@ -3,12 +3,10 @@
 import json
 import shutil
 
-import pytest
-import torch
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.short_runs import tiny_recipe, write_recipe
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
@@ -17,57 +15,35 @@ from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Make a small model with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("generate") / "model"
-    train_tokenizer([CORPUS], path, vocab_size=300)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    config = {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 256, "initializer_range": 0.5}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    # A run of byte tokens that is no UTF-8 is decoded otherwise as it grows: this model writes words.
-    pieces = AutoTokenizer.from_pretrained(path).get_vocab()
-    odd = [number for piece, number in pieces.items() if piece.startswith("<")]
-    model.get_input_embeddings().weight.data[odd] = 0.0
-    model.save_pretrained(path)
-    return path
+def words(model, *more):
+    return ["generate", str(model), "--ignore-eos", "--max-new-tokens", "12", *more]
 
 
-def words(folder, *more):
-    return ["generate", str(folder), "--ignore-eos", "--max-new-tokens", "12", *more]
-
-
-def written(capfd, folder, *more):
-    assert run(words(folder, *more)) == 0
+def written(capfd, model, *more):
+    assert run(words(model, *more)) == 0
     return capfd.readouterr().out
 
 
-def expected(folder, prompt):
+def expected(model, prompt):
     """Return the texts of transformers, from its own tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    hf_model = LlamaForCausalLM.from_pretrained(model)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    text = tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
-    return text
+    out = hf_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
 
 
-def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder, capfd):
-    assert run(words(folder, "--prompt", "The quick")) == 0
+def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(model, capfd):
+    assert run(words(model, "--prompt", "The quick")) == 0
     out, err = capfd.readouterr()
-    assert out == expected(folder, "The quick") + "\n"
+    assert out == expected(model, "The quick") + "\n"
     assert err.startswith("12 tokens in ") and err.endswith(" tokens/s on cpu\n")
 
 
-def test_an_error_after_the_prompt_begins_a_line(folder, tmp_path, capfd):
-    convert(folder, tmp_path / "cut")
+def test_an_error_after_the_prompt_begins_a_line(model, tmp_path, capfd):
+    convert(model, tmp_path / "cut")
     (weights,) = (tmp_path / "cut").glob("*.safetensors")
     flip_bit(weights, -1)
     assert run(words(tmp_path / "cut", "--prompt", "The quick")) == 4
@@ -79,65 +55,63 @@ def rows(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_several_prompts_are_a_line_of_json_each(folder, tmp_path, capfd):
+def test_several_prompts_are_a_line_of_json_each(model, tmp_path, capfd):
     prompts = ["The quick", "Pack my box with", "dog"]
     file = tmp_path / "prompts.txt"
     file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
-    found = rows(written(capfd, folder, "-p", prompts[0], "--prompt-file", str(file), "--batch", "2"))
+    found = rows(written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--batch", "2"))
     assert [row["prompt"] for row in found] == prompts
-    assert [row["prompt"] + row["text"] for row in found] == [expected(folder, one) for one in prompts]
+    assert [row["prompt"] + row["text"] for row in found] == [expected(model, one) for one in prompts]
     assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
     out = tmp_path / "out.jsonl"
-    assert written(capfd, folder, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
+    assert written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
     assert rows(out.read_text()) == found
 
 
-def test_a_stop_text_ends_it_and_is_not_shown(folder, capfd):
-    (free,) = rows(written(capfd, folder, "-p", "The quick", "-p", "dog"))[:1]
+def test_a_stop_text_ends_it_and_is_not_shown(model, capfd):
+    (free,) = rows(written(capfd, model, "-p", "The quick", "-p", "dog"))[:1]
     text = free["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     cut = text[: text.index(stop)]
-    assert written(capfd, folder, "-p", "The quick", "--stop", stop) == f"The quick{cut}\n"
-    found = rows(written(capfd, folder, "-p", "The quick", "-p", "dog", "--stop", stop))[0]
+    assert written(capfd, model, "-p", "The quick", "--stop", stop) == f"The quick{cut}\n"
+    found = rows(written(capfd, model, "-p", "The quick", "-p", "dog", "--stop", stop))[0]
     assert (found["text"], found["finish"]) == (cut, "stop") and found["tokens"] < 12
 
 
-def test_the_models_own_stop_tokens_are_those_of_all_its_files(folder, tmp_path, capfd):
-    import shutil
-
+def test_the_models_own_stop_tokens_are_those_of_all_its_files(model, tmp_path, capfd):
     copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(expected(folder, "The quick"), add_special_tokens=False).input_ids
+    shutil.copytree(model, copy)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(expected(model, "The quick"), add_special_tokens=False).input_ids
     new = ids[len(tokenizer("The quick", add_special_tokens=False).input_ids) :]
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [299, new[4]]}))
     arguments = ["generate", str(copy), "-p", "The quick", "-p", "dog", "--max-new-tokens", "12"]
     assert run(arguments) == 0
     row = rows(capfd.readouterr().out)[0]
     assert row["finish"] == "stop" and row["tokens"] <= 5
-    assert expected(folder, "The quick").startswith("The quick" + row["text"])
+    assert expected(model, "The quick").startswith("The quick" + row["text"])
 
 
-def test_a_chat_goes_through_the_template_and_shows_the_answer(folder, tmp_path, capfd):
+def test_a_chat_goes_through_the_template_and_shows_the_answer(model, tmp_path, capfd):
     asked = "<system>Be brief.\n<user>The quick\n<assistant>"
-    answer = written(capfd, folder, "--chat", "--system", "Be brief.", "-p", "The quick")
-    assert asked + answer == expected(folder, asked) + "\n"
+    answer = written(capfd, model, "--chat", "--system", "Be brief.", "-p", "The quick")
+    assert asked + answer == expected(model, asked) + "\n"
     file = tmp_path / "chats.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
     file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "dog"}) + "\n")
-    first, second = rows(written(capfd, folder, "--prompt-file", str(file)))
+    first, second = rows(written(capfd, model, "--prompt-file", str(file)))
     assert first["text"] + "\n" == answer and first["prompt"] == messages
-    assert "dog" + second["text"] == expected(folder, "dog")
+    assert "dog" + second["text"] == expected(model, "dog")
 
 
 def on_a_rank(arguments):
     leave(run(arguments))
 
 
-def test_ranks_write_the_same_text_and_only_the_first_of_them(folder, capfd):
+def test_ranks_write_the_same_text_and_only_the_first_of_them(model, capfd):
     prompts = ("-p", "The quick", "-p", "Pack my box with", "--temperature", "0.9")
-    alone = written(capfd, folder, *prompts)
-    arguments = words(folder, *prompts, "--pipeline", "2")
+    alone = written(capfd, model, *prompts)
+    arguments = words(model, *prompts, "--pipeline", "2")
     ranks = run_fresh(on_a_rank, 2, arguments, process_group=False)
     assert all(code == 0 for code in ranks), [code.output for code in ranks]
     for line in alone.splitlines():
@@ -145,7 +119,7 @@ def test_ranks_write_the_same_text_and_only_the_first_of_them(folder, capfd):
         assert not any(line in code.output for code in ranks[1:])
 
 
-def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatch):
+def test_a_layout_starts_its_ranks_with_the_same_words(model, capfd, monkeypatch):
     started = []
 
     def launch(arguments, world, status):
@@ -154,18 +128,18 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
         return 3
 
     monkeypatch.setattr(command, "launch", launch)
-    asked = words(folder, "-p", "dog", "--tensor", "2", "--pipeline", "2")
+    asked = words(model, "-p", "dog", "--tensor", "2", "--pipeline", "2")
     assert run(asked) == 3
     ((arguments, world),) = started
     assert world == 4 and arguments[:-2] == asked and arguments[-2] == "--status"
     assert capfd.readouterr().err == "so many tokens\n"
-    assert run(words(folder, "-p", "dog", "--tensor", "3")) == 2 and len(started) == 1
+    assert run(words(model, "-p", "dog", "--tensor", "3")) == 2 and len(started) == 1
 
 
-def test_a_run_from_scratch_keeps_the_tokenizer_of_its_tokens(folder, tmp_path, capfd):
+def test_a_run_from_scratch_keeps_the_tokenizer_of_its_tokens(model, tmp_path, capfd):
     """Found from the place of the token file, by its ids; one with other ids, in its place, is none."""
     (tmp_path / "corpus.txt").write_text(CORPUS)
-    shutil.copytree(folder, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*config.json", "*.safet*"))
+    shutil.copytree(model, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*config.json", "*.safet*"))
     tokenizer, tokens = str(tmp_path / "tokenizer"), tmp_path / "tokens"
     assert (
         run(["tokenize", str(tmp_path / "corpus.txt"), "--tokenizer", tokenizer, "--out", str(tokens)]) == 0

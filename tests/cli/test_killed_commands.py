@@ -33,7 +33,6 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.testing import run_parallel
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 #: Seconds of a pause; and those after which a start counts as hanging, on a machine that others use: one that
 #: has workers of its own imports torch.
 PAUSE, HANGS = 0.05, 300.0

@@ -96,12 +96,15 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
     ),
     # A comparison that would say nothing.
     *(
-        command(f"parity hf --tolerance={number}", "--tolerance: expected a number from 0", write_model)
-        for number in ("nan", "-1e-3", "inf")
-    ),
-    *(
-        command(f"parity hf --dtype {dtype}", "--dtype: expected", write_model)
-        for dtype in ("float8", "int64")
+        command(f"parity hf {words}", says, write_model)
+        for says, options in (
+            (
+                "--tolerance: expected a number from 0",
+                [f"--tolerance={number}" for number in ("nan", "-1e-3", "inf")],
+            ),
+            ("--dtype: expected", ("--dtype float8", "--dtype int64")),
+        )
+        for words in options
     ),
     *(
         command(f"{words} none{out}", "none: expected")
@@ -150,23 +153,9 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
 
 
 test_a_bad_option_is_refused_by_name = refusals(
-    command(
-        "plan hf --sequence-length 32 --gpus ٨",
-        "--gpus: expected numbers such as 3,2",
-        write_model,
-        why="digits",
-    ),
-    command(
-        "plan hf --sequence-length 32 --gpus ²",
-        "--gpus: expected numbers such as 3,2",
-        write_model,
-        why="power",
-    ),
-    command(
-        f"plan hf --sequence-length 32 --gpus {'9' * 5000}",
-        "--gpus: expected numbers",
-        write_model,
-        why="long number",
+    *(
+        command(f"plan hf --gpus {number}", "--gpus: expected numbers such as 3,2", write_model, why=why)
+        for why, number in (("digits", "٨"), ("power", "²"), ("long number", "9" * 5000))
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
     command("bench --quick --out hf", "hf: expected a new folder, or an empty one, found files", write_model),
@@ -208,11 +197,7 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
     command("report .", "a run's folder with metrics.jsonl or events.jsonl, found neither"),
     command("status .", "expected"),
-    command(
-        "verify tokens --names titan",
-        "--names: expected none with a token file",
-        write_files,
-    ),
+    command("verify tokens --names titan", "--names: expected none with a token file", write_files),
     command("plan gpt2 --gpus 1 --machine null.json", "null.json: expected a JSON object", write_files),
     command("plan gpt2 --gpus 1 --machine digits.json", "found a number of 5,000 digits", write_files),
     command(
@@ -222,22 +207,20 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     ),
     *(
         Refused(
-            f"tokenize into {out}",
-            lambda folder, out=out: call_command(
-                folder, "tokenize", "file", "--tokenizer", str(model() / "tokenizer"), "--out", out
+            f"tokenize {words}",
+            lambda folder, words=words: call_command(
+                folder, "tokenize", *words.split(), "--tokenizer", str(model() / "tokenizer")
             ),
-            "expected the name of a token file, found a folder",
+            says,
             given=write_files,
         )
-        for out in (".", "..", "hf/..")
-    ),
-    Refused(
-        "tokenize chats as text",
-        lambda folder: call_command(
-            folder, "tokenize", "chat.jsonl", "--tokenizer", str(model() / "tokenizer"), "--out", "t"
-        ),
-        "These are chats: give --chat",
-        given=write_files,
+        for words, says in (
+            *(
+                (f"file --out {out}", "the name of a token file, found a folder")
+                for out in (".", "..", "hf/..")
+            ),
+            ("chat.jsonl --out t", "These are chats: give --chat"),
+        )
     ),
     command("schedule zigzag", "one of gpipe, 1f1b"),
     command("schedule 1f1b --micro-batches 3", "at least 4 with 1f1b over pipeline=4, found 3"),

@@ -17,7 +17,7 @@ from trilith.machine import Finding, Report, Row
 from trilith.machine.measure import blocks, cases, layouts, speed
 from trilith.machine.measure import run as run_module
 from trilith.machine.measure.cases import PARTS, Bench, Case
-from trilith.machine.measure.page import make_page, shown_figure
+from trilith.machine.measure.run import make_page, shown_figure
 from trilith.machine.random_files import built
 from trilith.parallel_state import Box, Layout, ParallelState, engine, initialize
 from trilith.planner.time import machine_from_bench

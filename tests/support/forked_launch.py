@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from trilith.ranks import fork_server, processes
+from trilith.ranks import processes, worker
 from trilith.system.process_end import leave
 
 Command = Callable[[list[str]], int]
@@ -97,7 +97,7 @@ def fork_templates() -> None:
 
     def be_a_template(words: Sequence[str]) -> None:
         atexit._clear()  # what the test's process does at its end is not for ranks to do
-        leave(fork_server.main(int(words[0])))
+        leave(worker.main(int(words[0])))
 
     def start(
         words: Sequence[str], *, env: Mapping[str, str], pass_fds: list[int], stdout: Any, **_: Any

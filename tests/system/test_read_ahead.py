@@ -3,10 +3,7 @@
 import os
 from pathlib import Path
 
-import pytest
 from trilith.system import read_ahead as module
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
 
 
 def advised(folder, readers, monkeypatch, memory=1000):
