@@ -19,8 +19,8 @@ from torch import Tensor
 from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, map_tensors, tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
+from .live_bytes import DEVICE, device_of
 from .operators import facts_of
-from .tensors import DEVICE, device_of
 from .waits import Kind, Locals, Wait, Waits, waiting_place
 
 #: Numbers of a tensor of the host to which nothing is written: it has pages of memory of its own.
