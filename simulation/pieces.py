@@ -27,15 +27,15 @@ from .loss_trace import loss_trace, output_of
 from .micro_batch import MicroBatch
 from .piece import InTwo, Piece
 from .recorder import Recorder, noted
-from .trace import Trace, of_more_rounds
+from .trace import Trace, of_more_rows
 from .traced import trace
 from .without_numbers import device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
-#: The most rows of a micro-batch, and context ranks, for which a block is traced.
-_FEW_ROWS, _FEW_RANKS = 5, 5
+#: The most rows of a micro-batch for which a block is traced.
+_FEW_ROWS = 5
 
 
 class Generation(NamedTuple):
@@ -50,16 +50,10 @@ class ModelPieces:
 
     ``model``: of any rank of a layout, with at least one block of each kind and the ends that are asked for,
     on the meta device. ``kind``: tells a block's kind; blocks of equal kinds are traced once.
-    ``among``: returns the pieces of the same model on so many context ranks, and its block of a kind.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        state: ParallelState,
-        among: Callable[[int, Any], tuple[ModelPieces, nn.Module]] | None = None,
-    ) -> None:
-        self.model, self.state, self._among = model, state, among
+    def __init__(self, model: CausalLM, state: ParallelState) -> None:
+        self.model, self.state = model, state
         self._known: dict[object, Piece] = {}
 
     def _piece(
@@ -77,30 +71,19 @@ class ModelPieces:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
         kind = id(block) if kind is None else kind
 
-        def of_rows(rows: int) -> Piece:
-            return self.block(block, replace(batch, rows=rows), reached=reached, kind=kind)
-
-        def of_ranks(ranks: int) -> Piece:
-            # A rank computes with the keys and values of one rank after the other.
-            assert self._among is not None
-            pieces, alike = self._among(ranks, kind)
-            return pieces.block(alike, batch, reached=reached, kind=kind)
-
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            ranks = 1 if self._among is None else self.state.context.size
-            # Rows from 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
-            of_each = (of_rows, batch.rows, _FEW_ROWS, 2), (of_ranks, ranks, _FEW_RANKS, 1)
-            for of_few, number, most, gap in of_each:
-                if number > most:
-                    least = most - gap - (most - number) % gap
-                    few = of_few(least).under(mode, in_two=in_two)
-                    if of_few is of_rows and few.sliced:  # the more rows, the more slices
-                        continue
-                    longer = of_few(least + gap).under(mode, in_two=in_two)
-                    # Another row may take other operators, another rank takes more of the same.
-                    alike, rounds = len(few.steps) == len(longer.steps), (number - least) // gap
-                    if (alike or of_few is of_ranks) and (extended := of_more_rounds(few, longer, rounds)):
-                        return extended
+            def of_rows(rows: int) -> Trace:
+                fewer = replace(batch, rows=rows)
+                return self.block(block, fewer, reached=reached, kind=kind).under(mode, in_two=in_two)
+
+            if batch.rows > _FEW_ROWS:
+                # From 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
+                few = of_rows(least := _FEW_ROWS - 3 + batch.rows % 2)
+                # Scores that come in slices come in more of them.
+                if not few.sliced and (
+                    more := of_more_rows(few, of_rows(least + 2), (batch.rows - least) // 2)
+                ):
+                    return more
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(

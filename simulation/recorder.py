@@ -108,7 +108,7 @@ class Recorder(LiveBytes):
     ``weights``: whether weights are trained, by their storages. ``steps``: each operator that
     starts a kernel, each collective, and the names of what is neither, in order, first of all nothing;
     ``after``: the bytes after each of them that were made while it was entered. ``sliced``: whether there was
-    a loop of ``rounds``, of which three run. A number that the host reads is 0.
+    a loop of ``rounds`` that are not of ranks. A number that the host reads is 0.
     """
 
     def __init__(self, weights: Mapping[torch.UntypedStorage, bool] | None = None) -> None:
@@ -134,22 +134,25 @@ class Recorder(LiveBytes):
         super().__exit__(*raised)
         self._watched.__exit__(*raised)
 
-    def _few(self, rounds: Sequence[Any]) -> Iterator[Any]:
-        """Yield the first, the second and the last of the rounds; the second stands for those between.
+    def _few(self, rounds: Sequence[Any], of_ranks: bool) -> Iterator[Any]:
+        """Yield the first, the second and the last of the rounds; the second stands for those between. Of
+        those of ranks it is the third, which no collective parts from the next one, so this runs, too.
 
         What the first one leaves in variables is there from the second one on.
         """
-        self.sliced, last = True, len(rounds) - 1
-        self.end_chain()  # no kernel is of several rounds
-        for number in sorted({0, min(1, last), last}):
+        self.sliced, last, alike = self.sliced or not of_ranks, len(rounds) - 1, 1 + of_ranks
+        for number in sorted({*range(min(alike, last) + 1), max(last - of_ranks, 0), last}):
+            if not of_ranks:
+                self.end_chain()  # no kernel is of several rounds
             start = len(self.steps)
             yield rounds[number]
-            self.end_chain()
-            if number == 1:
-                steps, after, again = self.steps[start:], self.after[start:], max(last - 2, 0)
+            if number == alike:
+                steps, after, again = self.steps[start:], self.after[start:], max(last - 2 * alike, 0)
                 self.at += len(steps) * again
                 self.steps += steps * again
                 self.after += after * again
+        if not of_ranks:
+            self.end_chain()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
