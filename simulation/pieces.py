@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +22,17 @@ from ..layers import (
     KeyValueCache,
     attention_kinds,
     checkpoint_blocks,
+    chunked_cross_entropy,
     stacks_of_experts,
+    vocab_parallel_cross_entropy,
 )
 from ..parallel_state import ParallelState
-from .loss_trace import loss_trace, output_of
 from .micro_batch import MicroBatch
 from .piece import InTwo, Piece
 from .recorder import Recorder, noted
 from .trace import Trace, of_more_rows
 from .traced import trace
-from .without_numbers import device_of, empty, ids_of, shapes_only
+from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
@@ -132,7 +135,7 @@ class ModelPieces:
         ``in_loss``: whether the loss computes the logits.
         """
         model, count = self.model, 1 + len(self.model.mtp)
-        modules = [model.norm] if in_loss else [model.norm, output_of(model)]
+        modules = [model.norm] if in_loss else [model.norm, _output_of(model)]
 
         def run(x: Tensor) -> Tensor:
             normed = model.norm(x)
@@ -141,7 +144,7 @@ class ModelPieces:
             return model.logits(normed)
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            with shapes_only(modules, batch), self._head_in_loss(in_loss):
+            with shapes_only(modules, batch), mock.patch.object(model, "head_in_loss", in_loss):
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
 
@@ -172,9 +175,29 @@ class ModelPieces:
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
         batch = replace(batch, rows=1, length=batch.count)  # it reads tokens, whatever rows they are in
+        model, head, state = self.model, _output_of(self.model), self.state
+        size, count = model.config.vocab_size, 1 + len(model.mtp)
+
+        def run(x: Tensor) -> Tensor:
+            labels = ids_of(batch)
+            if not chunk:
+                labels = labels.repeat(count, 1)
+                return vocab_parallel_cross_entropy(x, labels, size, overwrite=True, state=state).sum()
+            settings: dict[str, Any] = {"bias": model.head_bias, "logit_cap": model.logit_cap}
+            settings |= {"chunk": chunk, "sums": DTYPES[sums], "state": state}
+            losses = [
+                chunked_cross_entropy(part, model.head_weight, labels, size, **settings)
+                for part in x.chunk(count)
+            ]
+            return sum(losses[1:], losses[0])
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            return loss_trace(self.model, self.state, batch, chunk, sums)
+            with shapes_only([head], batch):
+                # The ranks that share the tokens of a row between the blocks.
+                cut_over = state.tensor.size if state.sequence and chunk else 1
+                width = model.config.embedding_width if chunk else len(model.head_weight)
+                make = partial(empty, (count, batch.length // cut_over, width), batch)
+                return trace(run, make, [], others=[*head.parameters()], scalar=True)
 
         return self._piece(("loss", batch, chunk, sums), take, what="loss")
 
@@ -217,15 +240,6 @@ class ModelPieces:
         )
 
     @contextmanager
-    def _head_in_loss(self, in_loss: bool) -> Iterator[None]:
-        before = self.model.head_in_loss
-        self.model.head_in_loss = in_loss
-        try:
-            yield
-        finally:
-            self.model.head_in_loss = before
-
-    @contextmanager
     def _under(self, block: nn.Module, mode: Checkpointing) -> Iterator[None]:
         """Let a block compute again what this mode drops."""
         block.forward = noted(block.forward)
@@ -238,3 +252,8 @@ class ModelPieces:
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(weight for module in modules for weight in module.parameters())]
+
+
+def _output_of(model: CausalLM) -> nn.Module:
+    """Return the module whose weight makes the logits."""
+    return model.embed if model.config.tie_word_embeddings else model.head

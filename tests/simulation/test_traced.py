@@ -12,7 +12,6 @@ from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
 from trilith.simulation import forms, pieces
-from trilith.simulation.loss_trace import loss_trace
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
@@ -177,8 +176,11 @@ LOSSES = [
 def test_a_long_loss_is_traced_from_few_rows_and_chunks(size, chunk, tokens, layout, monkeypatch):
     size, batch = published_size(size), MicroBatch(1, tokens, 2, gpu=True)
     sample = sampled(size.family, size.config, layout).pieces
-    few = trace_of_few_rounds(lambda: loss_trace(sample.model, sample.state, batch, chunk, 4), monkeypatch)
-    assert few.sliced
+
+    def take():
+        return ModelPieces(sample.model, sample.state).loss(batch, chunk=chunk, sums=4).plain
+
+    assert trace_of_few_rounds(take, monkeypatch).sliced
 
 
 SLICED = [("gemma2", {}), ("gemma2", {"context": 2, "ring": True}), ("gpt_oss", {})]
