@@ -87,11 +87,16 @@ class _Parts:
 
 class _Chain:
     """Hold what a chain of pointwise operators is given from outside and what it writes; ``first``: the first
-    of them, ``at``: its number among all.
+    of them, ``at``: its number among all; ``left_out``: the bytes of rounds that do not run.
     """
 
     def __init__(self, first: Operator, at: int) -> None:
         self.first, self.at, self.given, self.made = first, at, _Parts(), _Parts()
+        self.left_out = 0
+
+    def moved(self) -> int:
+        """Return the bytes that the kernel of the chain moves, if it ends here."""
+        return self.given.total() + self.made.total(alive=True) + self.left_out
 
     def add(self, read: Iterable[Part], made: Iterable[Part]) -> None:
         for part in read:
@@ -144,13 +149,16 @@ class Recorder(LiveBytes):
         for number in sorted({*range(min(alike, last) + 1), max(last - of_ranks, 0), last}):
             if not of_ranks:
                 self.end_chain()  # no kernel is of several rounds
-            start = len(self.steps)
+            start, chain = len(self.steps), self._chain
+            moved = 0 if chain is None else chain.moved()
             yield rounds[number]
             if number == alike:
                 steps, after, again = self.steps[start:], self.after[start:], max(last - 2 * alike, 0)
                 self.at += len(steps) * again
                 self.steps += steps * again
                 self.after += after * again
+                if chain is not None and chain is self._chain:  # it goes on through all rounds
+                    chain.left_out += again * (chain.moved() - moved)
         if not of_ranks:
             self.end_chain()
 
@@ -209,7 +217,7 @@ class Recorder(LiveBytes):
     def end_chain(self) -> None:
         """Note what the last chain of pointwise operators moves, if a compiler makes one kernel of it."""
         if (chain := self._chain) is not None:
-            chain.first.fused, self._chain = chain.given.total() + chain.made.total(alive=True), None
+            chain.first.fused, self._chain = chain.moved(), None
 
     def alive_since(self, start: int) -> int:
         """Return the bytes alive that the operators from ``start`` on made."""
