@@ -84,9 +84,9 @@ class ModelPieces:
                 few = of_rows(least := _FEW_ROWS - 3 + batch.rows % 2)
                 # Scores that come in slices come in more of them.
                 if not few.sliced and (
-                    more := of_more_rows(few, of_rows(least + 2), (batch.rows - least) // 2)
+                    whole := of_more_rows(few, of_rows(least + 2), (batch.rows - least) // 2)
                 ):
-                    return more
+                    return whole
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(
