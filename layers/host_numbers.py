@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..parallel_state.engine import accelerator
+from ..parallel_state.engine import accelerator, fake_mode
 
 
 class _Copy(NamedTuple):
@@ -77,6 +77,6 @@ class HostNumbers:
             return self._copies[device, dtype]
         with torch.inference_mode(False):  # a backward may need them later
             copy = torch.tensor(self._values, dtype=dtype, device=device)
-        if type(copy) is Tensor and not copy.is_meta:  # not one without numbers, of a trace
+        if not (copy.is_meta or fake_mode()):  # a trace counts its own tensors, and ends with them
             self._copies[device, dtype] = copy
         return copy

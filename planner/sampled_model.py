@@ -72,8 +72,7 @@ class SampledModel(PlannedModel, Source):
     ) -> None:
         PlannedModel.__init__(self, family, model.config)
         self._other, self._cut = other, model.state.layout
-        among = None if other is None else self._among
-        Source.__init__(self, model, ModelPieces(model, model.state, among))
+        Source.__init__(self, model, ModelPieces(model, model.state))
         self.kinds: tuple[int, ...] = block_kinds(family, model.config)
         #: The first block of each kind.
         self.blocks = {kind: model.layers[str(self.kinds.index(kind))] for kind in dict.fromkeys(self.kinds)}
@@ -139,12 +138,6 @@ class SampledModel(PlannedModel, Source):
                 self._costs[key] = stage_cost(work, part, self)
             costs.append(self._costs[key])
         return costs
-
-    def _among(self, ranks: int, kind: int) -> tuple[ModelPieces, nn.Module]:
-        """Return the pieces of the model on so many context ranks, and its block of this kind."""
-        assert self._other is not None
-        sample = self._other(replace(self._cut, context=ranks))
-        return sample.pieces, sample.blocks[kind]
 
 
 def _place(state: ParallelState) -> tuple[object, ...]:

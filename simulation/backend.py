@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from ..parallel_state.engine import accelerator
 
@@ -43,14 +43,18 @@ def _wait() -> None:
         note()
 
 
-class Event:
-    """Mark a point of a stream that is always reached already."""
+class Stream:
+    """Stand for a queue of work on the device, and for a mark in it (an event): operators take no time."""
 
-    def __init__(self, *args: Any, **named: Any) -> None: ...
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.device, self.device_index, self.stream_id = torch.device(NAME, 0), 0, 0
 
-    def record(self, stream: object = None) -> None: ...
+    def wait(self, other: object = None) -> None: ...
 
-    def wait(self, stream: object = None) -> None: ...
+    record = wait_stream = wait_event = wait
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Stream()
 
     def query(self) -> bool:
         return True
@@ -59,40 +63,10 @@ class Event:
         _wait()
 
 
-class Stream:
-    """Stand for a queue of work on the device; operators here take no time, so it holds none."""
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device, self.device_index, self.stream_id = torch.device(NAME, 0), 0, 0
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        _wait()
-
-
-class Module:
+class Module(_DummyBackendModule):
     """Be the module that torch would keep as ``torch.simulated``."""
 
-    Stream: type = Stream
-    Event: type = Event
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
+    Stream = Event = Stream
 
     def set_device(self, device: object) -> None: ...
 
@@ -116,8 +90,6 @@ class Module:
     def synchronize(self, device: object = None) -> None:
         _wait()
 
-    def manual_seed_all(self, seed: int) -> None: ...
-
     def max_memory_allocated(self, device: object = None) -> int:
         return 1 << 30
 
@@ -135,9 +107,6 @@ class Module:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
 
 @cache

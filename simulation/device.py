@@ -19,12 +19,14 @@ from torch import Tensor
 from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, map_tensors, tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
+from .live_bytes import DEVICE, device_of
 from .operators import facts_of
-from .tensors import DEVICE, device_of
 from .waits import Kind, Locals, Wait, Waits, waiting_place
 
 #: Numbers of a tensor of the host to which nothing is written: it has pages of memory of its own.
 LARGE = 2**24
+#: One for the process, as is the device: a tensor that is remembered there has no other.
+_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Mixed(AssertionError):
@@ -45,7 +47,6 @@ class SimulatedDevice(UncompiledMode):
     def __init__(self, waits: Waits, *, strict: bool = True) -> None:
         super().__init__()
         self._strict = strict
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waits = {(wait.place, wait.kind): wait for wait in waits}
         self.waited: Counter[tuple[str, Kind]] = Counter()
 
@@ -83,10 +84,10 @@ class SimulatedDevice(UncompiledMode):
             args, call.kwargs = self._here((args, call.kwargs))
         else:
             call.check_places()
-        return remembered(func, args, call.kwargs, self._fake)
+        return remembered(func, args, call.kwargs, _FAKE)
 
     def _on_device(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._fake:
+        with _FAKE:
             return func(*args, **kwargs)
 
     def _here(self, value: Any) -> Any:

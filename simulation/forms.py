@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import engine
+from .live_bytes import device_of
 from .operators import facts_of
-from .tensors import device_of
 
 #: The forms of what an operator gives, by the operator and the forms of its arguments: of torch's tensors on
 #: the "meta" device, and of its fake ones.

@@ -74,29 +74,29 @@ def _choice(name: str) -> Callable[..., Any]:
 
 
 def _attention(
-    q_BHSE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **named: Any
 ) -> Any:
-    if q_BHSE.dtype == torch.float64:  # which no kernel takes
+    if q.dtype == torch.float64:  # which no kernel takes
         return NotImplemented
-    if attn_mask is None and q_BHSE.dtype in (torch.bfloat16, torch.float16):
-        out, *_ = _aten._scaled_dot_product_flash_attention(
-            q_BHSE, k_BKTE, v_BKTE, dropout_p, is_causal, False, scale=scale
-        )
-    else:
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*q_BHSE.shape[:-1], k_BKTE.shape[-2])
-        out, *_ = _aten._scaled_dot_product_efficient_attention(
-            q_BHSE, k_BKTE, v_BKTE, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-        )
-    return out
+    scale = named.get("scale")
+    if mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        return _aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[0]
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    sums = torch.is_grad_enabled()
+    return _aten._scaled_dot_product_efficient_attention(q, k, v, mask, sums, p, causal, scale=scale)[0]
+
+
+def _attention_of_cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **named: Any
+) -> Any:
+    learned = mask is not None and mask.requires_grad
+    if p or learned or q.shape[-1] != v.shape[-1] or q.ndim != 4:
+        return NotImplemented
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=named.get("scale"))[0]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -134,26 +134,6 @@ def _dropout_of_cpu(x: Tensor, p: float, train: bool) -> Any:
     if p in (0, 1) or not train or not x.numel():
         return NotImplemented
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
-
-
-def _attention_of_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    learned = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p or learned or q.shape[-1] != v.shape[-1] or q.ndim != 4:
-        return NotImplemented
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
-    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 _FUNCTIONS: dict[Kernels, dict[str, Callable[..., Any]]] = {

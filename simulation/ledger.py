@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward, tensors_in
-from .collectives import collective_of
-from .live_bytes import Call, LiveBytes, Storage, stored
+from .live_bytes import Call, LiveBytes, Storage, device_of, stored
 from .operators import facts_of
 from .record import Collective, Holder, OperatorSums
-from .tensors import device_of
 
 #: What runs: a module's forward, the same again in a backward, a backward, and what follows all of them.
 PHASES = ("forward", "recomputation", "backward", "update")
@@ -92,14 +90,16 @@ class Ledger(LiveBytes):
             storage.kind, storage.operator = self._kind(phase, module), facts.name
             storage.phase, storage.module = phase, module
         if facts.sends is not None:
-            size = sum(tensor.nbytes for tensor in tensors_in(args[collective_of(func)[2]]))
+            size = sum(tensor.nbytes for tensor in tensors_in(args[facts.sent]))
             group = group_of_call((*args, *call.kwargs.values())).group_name
             self.collectives.append(Collective(group, facts.sends, size, phase, module))
         if "c10d" in func.namespace and facts.name.endswith(("::send", "::recv_")):
             self.mark("messages between stages", args[0])
         if not func.is_view and (call.read or call.made):
             sums = self.operators.setdefault((facts.name, phase), OperatorSums(facts.name, phase))
-            sums.add(facts.flops(args, call.kwargs, call.out), facts.moved(call.read, call.made))
+            sums.count += 1
+            sums.flops += facts.flops(args, call.kwargs, call.out)
+            sums.moved += facts.moved(call.read, call.made)
             self.bytes_after.append(self.now)
             self.phases.append(PHASES.index(phase))
 
@@ -182,11 +182,3 @@ class Ledger(LiveBytes):
         self._changes.append((storage, size))
         if self.peak > peak:
             self._before_peak = len(self._changes)
-
-
-def kinds_of(holders: Iterable[Holder]) -> Mapping[str, int]:
-    """Return the bytes of each kind, the largest first."""
-    sums: dict[str, int] = {}
-    for holder in holders:
-        sums[holder.kind] = sums.get(holder.kind, 0) + holder.bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from torch import Tag
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .collectives import collective_of
 from .live_bytes import Part
 
 
@@ -38,6 +37,18 @@ _NO_KERNEL = _aten(
     *("detach", "lift_fresh", "alias", "_unsafe_view", "promote_types"),
 )
 _PRODUCTS = _aten("mm", "addmm", "addmm_", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+#: The kinds of collectives, by the operators of torch that start them.
+_COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "all_to_all_single": "exchange",
+}
 #: What keeps a weight's numbers, but for their precision and a scale.
 _CASTING = _aten("_to_copy", "mul", "clone")
 
@@ -47,16 +58,17 @@ class Facts(NamedTuple):
 
     ``gives``: ``changes`` for one that writes over its first argument, number by number, and gives it back;
     ``new`` for one that changes none of its arguments, and gives no view of one; ``view`` for one that only
-    gives views. ``sends``: its kind, if it is a collective. ``starts``: whether it starts a kernel;
-    ``fuses``: whether a compiler fuses it with others: pointwise ones, reductions, gathers. ``formula``:
-    counts the FLOPs of what multiplies matrices. ``product``: whether one of its matrices may be weights;
-    ``casts``: whether it may give a weight in another precision. ``causal``: the place of the argument that
-    says so of attention.
+    gives views. ``sends``: its kind, if it is a collective, and ``sent`` the place of the argument that it
+    sends. ``starts``: whether it starts a kernel; ``fuses``: whether a compiler fuses it with others:
+    pointwise ones, reductions, gathers. ``formula``: counts the FLOPs of what multiplies matrices.
+    ``product``: whether one of its matrices may be weights; ``casts``: whether it may give a weight in
+    another precision. ``causal``: the place of the argument that says so of attention.
     """
 
     name: str
     gives: Literal["changes", "new", "view"] | None
     sends: str | None
+    sent: int
     starts: bool
     fuses: bool
     formula: Callable[..., int] | None
@@ -89,8 +101,9 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=4096)  # asked for every operator that runs
 def facts_of(func: Any) -> Facts:
     """Return what is known of an operator."""
-    name, kind, _ = collective_of(func)
-    schema = func._schema
+    name, schema = func.name().split(".")[0], func._schema
+    space, _, short = name.partition("::")
+    sends = "c10d" in space and not short.startswith(("wait", "recv", "barrier"))
     gives: Literal["changes", "new", "view"] | None = None
     formula = _FORMULAS.get(name) or flop_registry.get(func.overloadpacket)
     alone = formula is not None or name in _ALONE or name in _SCATTERING
@@ -106,7 +119,8 @@ def facts_of(func: Any) -> Facts:
     return Facts(
         name,
         gives,
-        kind,
+        sends=_COLLECTIVES.get(short, short) if sends else None,
+        sent=int(short.endswith("base_")),
         starts=not func.is_view and name not in _NO_KERNEL,
         fuses=name.startswith("aten::") and not alone,
         formula=formula,

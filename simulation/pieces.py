@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +22,23 @@ from ..layers import (
     KeyValueCache,
     attention_kinds,
     checkpoint_blocks,
+    chunked_cross_entropy,
     stacks_of_experts,
+    vocab_parallel_cross_entropy,
 )
 from ..parallel_state import ParallelState
-from .loss_trace import loss_trace, output_of
 from .micro_batch import MicroBatch
 from .piece import InTwo, Piece
 from .recorder import Recorder, noted
-from .trace import Trace, of_more_rounds
+from .trace import Trace, of_more_rows
 from .traced import trace
-from .without_numbers import device_of, empty, ids_of, shapes_only
+from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
-#: The most rows of a micro-batch, and context ranks, for which a block is traced.
-_FEW_ROWS, _FEW_RANKS = 5, 5
+#: The most rows of a micro-batch for which a block is traced.
+_FEW_ROWS = 5
 
 
 class Generation(NamedTuple):
@@ -50,16 +53,10 @@ class ModelPieces:
 
     ``model``: of any rank of a layout, with at least one block of each kind and the ends that are asked for,
     on the meta device. ``kind``: tells a block's kind; blocks of equal kinds are traced once.
-    ``among``: returns the pieces of the same model on so many context ranks, and its block of a kind.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        state: ParallelState,
-        among: Callable[[int, Any], tuple[ModelPieces, nn.Module]] | None = None,
-    ) -> None:
-        self.model, self.state, self._among = model, state, among
+    def __init__(self, model: CausalLM, state: ParallelState) -> None:
+        self.model, self.state = model, state
         self._known: dict[object, Piece] = {}
 
     def _piece(
@@ -77,30 +74,19 @@ class ModelPieces:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
         kind = id(block) if kind is None else kind
 
-        def of_rows(rows: int) -> Piece:
-            return self.block(block, replace(batch, rows=rows), reached=reached, kind=kind)
-
-        def of_ranks(ranks: int) -> Piece:
-            # A rank computes with the keys and values of one rank after the other.
-            assert self._among is not None
-            pieces, alike = self._among(ranks, kind)
-            return pieces.block(alike, batch, reached=reached, kind=kind)
-
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            ranks = 1 if self._among is None else self.state.context.size
-            # Rows from 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
-            of_each = (of_rows, batch.rows, _FEW_ROWS, 2), (of_ranks, ranks, _FEW_RANKS, 1)
-            for of_few, number, most, gap in of_each:
-                if number > most:
-                    least = most - gap - (most - number) % gap
-                    few = of_few(least).under(mode, in_two=in_two)
-                    if of_few is of_rows and few.sliced:  # the more rows, the more slices
-                        continue
-                    longer = of_few(least + gap).under(mode, in_two=in_two)
-                    # Another row may take other operators, another rank takes more of the same.
-                    alike, rounds = len(few.steps) == len(longer.steps), (number - least) // gap
-                    if (alike or of_few is of_ranks) and (extended := of_more_rounds(few, longer, rounds)):
-                        return extended
+            def of_rows(rows: int) -> Trace:
+                fewer = replace(batch, rows=rows)
+                return self.block(block, fewer, reached=reached, kind=kind).under(mode, in_two=in_two)
+
+            if batch.rows > _FEW_ROWS:
+                # From 2 and 4, or 3 and 5: who asks for 8 mostly asks for these, too.
+                few = of_rows(least := _FEW_ROWS - 3 + batch.rows % 2)
+                # Scores that come in slices come in more of them.
+                if not few.sliced and (
+                    whole := of_more_rows(few, of_rows(least + 2), (batch.rows - least) // 2)
+                ):
+                    return whole
             with shapes_only([block], batch), self._under(block, mode):
                 inputs, own = self._inputs(batch, block), [*block.parameters()]
                 return trace(
@@ -149,7 +135,7 @@ class ModelPieces:
         ``in_loss``: whether the loss computes the logits.
         """
         model, count = self.model, 1 + len(self.model.mtp)
-        modules = [model.norm] if in_loss else [model.norm, output_of(model)]
+        modules = [model.norm] if in_loss else [model.norm, _output_of(model)]
 
         def run(x: Tensor) -> Tensor:
             normed = model.norm(x)
@@ -158,7 +144,7 @@ class ModelPieces:
             return model.logits(normed)
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            with shapes_only(modules, batch), self._head_in_loss(in_loss):
+            with shapes_only(modules, batch), mock.patch.object(model, "head_in_loss", in_loss):
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
 
@@ -189,9 +175,29 @@ class ModelPieces:
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
         batch = replace(batch, rows=1, length=batch.count)  # it reads tokens, whatever rows they are in
+        model, head, state = self.model, _output_of(self.model), self.state
+        size, count = model.config.vocab_size, 1 + len(model.mtp)
+
+        def run(x: Tensor) -> Tensor:
+            labels = ids_of(batch)
+            if not chunk:
+                labels = labels.repeat(count, 1)
+                return vocab_parallel_cross_entropy(x, labels, size, overwrite=True, state=state).sum()
+            settings: dict[str, Any] = {"bias": model.head_bias, "logit_cap": model.logit_cap}
+            settings |= {"chunk": chunk, "sums": DTYPES[sums], "state": state}
+            losses = [
+                chunked_cross_entropy(part, model.head_weight, labels, size, **settings)
+                for part in x.chunk(count)
+            ]
+            return sum(losses[1:], losses[0])
 
         def take(mode: Checkpointing, in_two: InTwo) -> Trace:
-            return loss_trace(self.model, self.state, batch, chunk, sums)
+            with shapes_only([head], batch):
+                # The ranks that share the tokens of a row between the blocks.
+                cut_over = state.tensor.size if state.sequence and chunk else 1
+                width = model.config.embedding_width if chunk else len(model.head_weight)
+                make = partial(empty, (count, batch.length // cut_over, width), batch)
+                return trace(run, make, [], others=[*head.parameters()], scalar=True)
 
         return self._piece(("loss", batch, chunk, sums), take, what="loss")
 
@@ -234,15 +240,6 @@ class ModelPieces:
         )
 
     @contextmanager
-    def _head_in_loss(self, in_loss: bool) -> Iterator[None]:
-        before = self.model.head_in_loss
-        self.model.head_in_loss = in_loss
-        try:
-            yield
-        finally:
-            self.model.head_in_loss = before
-
-    @contextmanager
     def _under(self, block: nn.Module, mode: Checkpointing) -> Iterator[None]:
         """Let a block compute again what this mode drops."""
         block.forward = noted(block.forward)
@@ -255,3 +252,8 @@ class ModelPieces:
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(weight for module in modules for weight in module.parameters())]
+
+
+def _output_of(model: CausalLM) -> nn.Module:
+    """Return the module whose weight makes the logits."""
+    return model.embed if model.config.tie_word_embeddings else model.head

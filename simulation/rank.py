@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel_state import Layout, ParallelState
+from ..parallel_state.state import fsdp_mesh
 from .backend import NAME, start_group
 from .device import SimulatedDevice
 from .waits import Waits
@@ -53,3 +54,27 @@ def simulated_rank(
             yield ParallelState.start(layout, device=NAME), device
     finally:
         dist.destroy_process_group()
+
+
+def axes_of_groups(state: ParallelState) -> dict[str, str]:
+    """Return the axis of each process group, as the planner calls it, by the group's name."""
+    layout, mesh = state.layout, fsdp_mesh(state)
+    groups: dict[str, dist.ProcessGroup | None] = {
+        "all": dist.group.WORLD,
+        "tensor": state.tensor.group,
+        "pipeline": state.pipeline.group,
+        "ends": state.ends.group if layout.pipeline > 1 else None,
+        "context": state.context.group if layout.context > 1 else None,
+        "data": mesh.get_group("fsdp"),
+        "replicas": mesh.get_group("data_replicate") if layout.copies_shards else state.replica_group(),
+    }
+    if layout.expert > 1:
+        stacks = fsdp_mesh(state, experts=True)
+        shards = layout.copies_shards
+        copies = stacks.get_group("expert_replicate") if shards else state.replica_group(experts=True)
+        groups |= {"expert": state.expert.group, "expert data": stacks.get_group("expert_shard")}
+        groups["expert replicas"] = copies
+    # Axes of one rank share a group, over which nothing should be sent.
+    return {
+        group.group_name: axis for axis, group in groups.items() if group is not None and group.size() > 1
+    }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +43,32 @@ class OperatorSums:
     flops: int = 0
     moved: int = 0
 
-    def add(self, flops: int, moved: int) -> None:
-        """Add a call."""
-        self.count += 1
-        self.flops += flops
-        self.moved += moved
-
 
 @dataclass(frozen=True)
 class StepRecord:
     """Hold what one rank's step needs and does, to the byte, of the program that is not compiled.
 
-    ``peak``: the most bytes on the device after any operator. ``kinds``: these by kind; ``holders``: by kind,
-    module and operator. ``host``: the bytes that offload keeps on the host. ``timeline``: for pieces of the
-    step in order, (phase, most bytes).
+    ``peak``: the most bytes on the device after any operator. ``holders``: these by kind, module and
+    operator. ``host``: the bytes that offload keeps on the host. ``timeline``: for pieces of the step in
+    order, (phase, most bytes).
     """
 
     rank: int
     kernels: str
     peak: int
     host: int
-    kinds: Mapping[str, int]
     holders: list[Holder]
     timeline: list[tuple[str, int]]
     collectives: list[Collective] = field(repr=False)
     operators: list[OperatorSums] = field(repr=False)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes at the peak by kind, the largest first."""
+        sums = Counter[str]()
+        for holder in self.holders:
+            sums[holder.kind] += holder.bytes
+        return dict(sums.most_common())
 
     @property
     def flops(self) -> int:
@@ -77,10 +81,4 @@ class StepRecord:
     @classmethod
     def of_plain(cls, data: Mapping[str, Any]) -> StepRecord:
         """Return the record that ``plain`` wrote."""
-        made = {
-            "holders": [Holder(**holder) for holder in data["holders"]],
-            "timeline": [(phase, size) for phase, size in data["timeline"]],
-            "collectives": [Collective(**collective) for collective in data["collectives"]],
-            "operators": [OperatorSums(**operator) for operator in data["operators"]],
-        }
-        return cls(**{**data, **made})
+        return TypeAdapter(cls).validate_python(data)

@@ -87,11 +87,16 @@ class _Parts:
 
 class _Chain:
     """Hold what a chain of pointwise operators is given from outside and what it writes; ``first``: the first
-    of them, ``at``: its number among all.
+    of them, ``at``: its number among all; ``left_out``: the bytes of rounds that do not run.
     """
 
     def __init__(self, first: Operator, at: int) -> None:
         self.first, self.at, self.given, self.made = first, at, _Parts(), _Parts()
+        self.left_out = 0
+
+    def moved(self) -> int:
+        """Return the bytes that the kernel of the chain moves, if it ends here."""
+        return self.given.total() + self.made.total(alive=True) + self.left_out
 
     def add(self, read: Iterable[Part], made: Iterable[Part]) -> None:
         for part in read:
@@ -108,7 +113,7 @@ class Recorder(LiveBytes):
     ``weights``: whether weights are trained, by their storages. ``steps``: each operator that
     starts a kernel, each collective, and the names of what is neither, in order, first of all nothing;
     ``after``: the bytes after each of them that were made while it was entered. ``sliced``: whether there was
-    a loop of ``rounds``, of which three run. A number that the host reads is 0.
+    a loop of ``rounds`` that are not of ranks. A number that the host reads is 0.
     """
 
     def __init__(self, weights: Mapping[torch.UntypedStorage, bool] | None = None) -> None:
@@ -134,22 +139,28 @@ class Recorder(LiveBytes):
         super().__exit__(*raised)
         self._watched.__exit__(*raised)
 
-    def _few(self, rounds: Sequence[Any]) -> Iterator[Any]:
-        """Yield the first, the second and the last of the rounds; the second stands for those between.
+    def _few(self, rounds: Sequence[Any], of_ranks: bool) -> Iterator[Any]:
+        """Yield the first, the second and the last of the rounds; the second stands for those between. Of
+        those of ranks it is the third, which no collective parts from the next one, so this runs, too.
 
         What the first one leaves in variables is there from the second one on.
         """
-        self.sliced, last = True, len(rounds) - 1
-        self.end_chain()  # no kernel is of several rounds
-        for number in sorted({0, min(1, last), last}):
-            start = len(self.steps)
+        self.sliced, last, alike = self.sliced or not of_ranks, len(rounds) - 1, 1 + of_ranks
+        for number in sorted({*range(min(alike, last) + 1), max(last - of_ranks, 0), last}):
+            if not of_ranks:
+                self.end_chain()  # no kernel is of several rounds
+            start, chain = len(self.steps), self._chain
+            moved = 0 if chain is None else chain.moved()
             yield rounds[number]
-            self.end_chain()
-            if number == 1:
-                steps, after, again = self.steps[start:], self.after[start:], max(last - 2, 0)
+            if number == alike:
+                steps, after, again = self.steps[start:], self.after[start:], max(last - 2 * alike, 0)
                 self.at += len(steps) * again
                 self.steps += steps * again
                 self.after += after * again
+                if chain is not None and chain is self._chain:  # it goes on through all rounds
+                    chain.left_out += again * (chain.moved() - moved)
+        if not of_ranks:
+            self.end_chain()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -206,7 +217,7 @@ class Recorder(LiveBytes):
     def end_chain(self) -> None:
         """Note what the last chain of pointwise operators moves, if a compiler makes one kernel of it."""
         if (chain := self._chain) is not None:
-            chain.first.fused, self._chain = chain.given.total() + chain.made.total(alive=True), None
+            chain.first.fused, self._chain = chain.moved(), None
 
     def alive_since(self, start: int) -> int:
         """Return the bytes alive that the operators from ``start`` on made."""

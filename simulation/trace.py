@@ -1,4 +1,4 @@
-"""Hold what a trace notes of a piece of a model; more rows and longer loops follow from a few."""
+"""Hold what a trace notes of a piece of a model; more rows of a micro-batch follow from a few."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,83 +82,35 @@ class Trace:
         return matrices, trained, sum(operator.flops for operator in forward) - matrices
 
 
-def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
-    """Return the trace of a loop with so many rounds more than ``few`` has, of which ``longer`` has one more;
-    ``None`` if these differ by more than that. Rows of a micro-batch are rounds, too, of the same operators.
+def of_more_rows(few: Trace, longer: Trace, times: int) -> Trace | None:
+    """Return the trace of a micro-batch with so many ``times`` as many rows more than ``few`` has as
+    ``longer`` has; ``None`` if these two differ in their operators.
 
-    Each round runs the same operators, and may leave something. What is made for all rounds at once has bytes
-    that are affine in their number.
+    Each row runs the same operators, so that bytes and FLOPs are affine in the number of rows.
     """
+    if [*map(_name_of, few.steps)] != [*map(_name_of, longer.steps)]:
+        return None
 
-    def larger(size: int, one_more: int) -> int:
-        return size + rounds * (one_more - size)
+    def larger(size: int, of_longer: int) -> int:
+        return size + times * (of_longer - size)
 
-    def step(of_few: Step, of_more: Step) -> Step:
-        if of_few == of_more or isinstance(of_few, str) or isinstance(of_more, str):
+    def step(of_few: Step, of_longer: Step) -> Step:
+        if of_few == of_longer or isinstance(of_few, str):
             return of_few
         sizes: dict[str, Any] = {
-            name: larger(size, getattr(of_more, name))
+            name: larger(size, getattr(of_longer, name))
             for name in ("flops", "moved", "fused", "bytes")
             if (size := getattr(of_few, name, None)) is not None
         }
         return replace(of_few, **sizes)
 
-    steps, instants = list[Step](), {name: list[int]() for name in few.instants}
-    begins = len(few.instants.get("forward", ())), len(longer.instants.get("forward", ()))
-    if (parts := _parts(few.steps, longer.steps)) is None:
-        return None
-    for start, end, first, last in parts:
-        if start < end:
-            steps += map(step, few.steps[start:end], longer.steps[first:last])
-        else:
-            steps += [*longer.steps[first:last]] * rounds
-        for name, sizes in instants.items():
-            # A backward's instants come after those of the forward.
-            of_few, of_more = few.instants[name], longer.instants[name]
-            here, there = (0, 0) if name == "forward" else begins
-            i, j = max(start - here, 0), max(first - there, 0)
-            stop, until = max(end - here, 0), min(max(last - there, 0), len(of_more))
-            sizes += map(larger, of_few[i:stop], of_more[j:until])
-            if start == end and i and j < until:
-                each = of_more[until - 1] - of_more[j - 1]
-                before = (rounds - 1) * (of_more[j - 1] - of_few[i - 1])
-                for number in range(rounds):
-                    sizes += [size + before + number * each for size in of_more[j:until]]
+    instants = {name: [*map(larger, sizes, longer.instants[name])] for name, sizes in few.instants.items()}
     whole: dict[str, Any] = {
         name: larger(size, vars(longer)[name]) for name, size in vars(few).items() if type(size) is int
     }
     whole |= {name: max(values) for name, values in instants.items() if values}
-    return Trace(**whole, sliced=longer.sliced, steps=tuple(steps), instants=instants)
-
-
-def _parts(few: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, int, int, int]] | None:
-    """Return where the steps of both are that correspond, and where, in none of ``few``, another round of
-    ``longer`` is; ``None`` if they differ otherwise.
-    """
-    names, more_names = [*map(_name_of, few), ""], [*map(_name_of, longer), ""]
-    parts, i, j, start, first = list[tuple[int, int, int, int]](), 0, 0, 0, 0
-    while i < len(few) or j < len(longer):
-        if i < len(few) and names[i] == more_names[j]:
-            i, j = i + 1, j + 1
-            continue
-        length = next(
-            (
-                length
-                for length in (len(longer) - len(few), *range(1, min(j, len(longer) - j) + 1))
-                if 0 < length <= min(j, len(longer) - j)
-                and more_names[j + length] == names[i]
-                and more_names[j : j + length] == more_names[j - length : j]
-            ),
-            0,
-        )
-        if not length:
-            return None
-        # A loop's last round may be a smaller one, and what follows may begin as a round does.
-        unlike = [back for back in range(1, length + 1) if few[i - back] != longer[j - back]]
-        i, j = i - max(unlike, default=0), j - max(unlike, default=0)
-        parts += [(start, i, first, j), (i, i, j, j + length)]
-        start, first = i, j = i, j + length
-    return [*parts, (start, i, first, j)]
+    steps = tuple(map(step, few.steps, longer.steps))
+    return Trace(**whole, sliced=longer.sliced, steps=steps, instants=instants)
 
 
 def _name_of(step: Step) -> str:

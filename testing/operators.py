@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..parallel_state.engine import UncompiledMode, group_of_call, tensors_in
-from ..simulation.collectives import collective_of
+from ..simulation.operators import facts_of
 
 
 class Operators(UncompiledMode):
@@ -31,10 +31,10 @@ class Operators(UncompiledMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kind, place = collective_of(func)
-        self.names.append(name)
-        if kind is not None:
-            size = sum(tensor.nbytes for tensor in tensors_in(args[place]))
+        facts = facts_of(func)
+        self.names.append(facts.name)
+        if (kind := facts.sends) is not None:
+            size = sum(tensor.nbytes for tensor in tensors_in(args[facts.sent]))
             self.collectives[kind] += 1
             self.sent[kind] += size
             group = group_of_call((*args, *(kwargs or {}).values())).group_name, kind

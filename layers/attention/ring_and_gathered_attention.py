@@ -22,6 +22,7 @@ from torch import Tensor
 from ...parallel_state import ParallelState, engine
 from ..context_chunks import own_chunks, token_places
 from ..host_numbers import on_host
+from ..rounds import rounds
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .kernel_checks import is_right
 from .scores import Alibi, Scores, add_sinks, sinks_gradient
@@ -206,11 +207,11 @@ def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int,
     here = torch.cat((k.flatten(), v.flatten()))
     if not state.layout.ring:
         gathered = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
-        for step in range(size):
+        for step in rounds(range(size), of_ranks=True):
             source = (index - step) % size
             yield source, *_both(gathered[source], k, v)
         return
-    for step in range(size):
+    for step in rounds(range(size), of_ranks=True):
         last = step == size - 1
         coming = here if last else engine.ring_exchange_start(here, group)
         yield (index - step) % size, *_both(here, k, v)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,10 @@ from ...parallel_state.engine import accelerator, local_data
 from ...pipeline.relay import StageOutput
 from ...recipes.recipe import Recipe
 from ...simulation.backend import NAME, register
-from ...simulation.collectives import axes_of_groups
 from ...simulation.kernels import Kernels, computing_as
-from ...simulation.ledger import PHASES, Ledger, kinds_of
-from ...simulation.rank import simulated_rank
-from ...simulation.record import Collective, StepRecord
+from ...simulation.ledger import PHASES, Ledger
+from ...simulation.rank import axes_of_groups, simulated_rank
+from ...simulation.record import StepRecord
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.own.module import OwnFamily
@@ -128,26 +128,15 @@ def simulated_steps(
             ledger.updating = True
             update(result)
             ledger.updating = False
-    holders = ledger.holders()
     axes = axes_of_groups(state)
-    sent = [
-        Collective(
-            axes.get(collective.axis, collective.axis),
-            collective.kind,
-            collective.bytes,
-            collective.phase,
-            collective.module,
-        )
-        for collective in ledger.collectives
-    ]
+    sent = [replace(each, axis=axes.get(each.axis, each.axis)) for each in ledger.collectives]
     stored = [*model.parameters(), *moments]
     return StepRecord(
         rank=state.rank,
         kernels=kernels,
         peak=ledger.peak,
         host=sum(local_data(tensor).nbytes for tensor in stored if tensor.device.type == "cpu"),
-        kinds=kinds_of(holders),
-        holders=holders,
+        holders=ledger.holders(),
         timeline=timeline(ledger),
         collectives=sent,
         operators=[*ledger.operators.values()],

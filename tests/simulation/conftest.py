@@ -1,4 +1,4 @@
-"""Run each test of the simulated device in a process of its own: torch cannot forget the device again."""
+"""Run what needs the simulated device in processes of their own: torch cannot forget the device again."""
 
 import pytest
 from trilith.ranks.pickling import FunctionName
@@ -20,3 +20,13 @@ def alone():
         assert code == 0, code.output
 
     return run
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """Return a process that simulates steps of recipes."""
+    from trilith.planner.search import Worker
+
+    worker = Worker()
+    yield worker
+    worker.close()

@@ -15,7 +15,6 @@ from trilith.parallel_state import BadInput
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.planner.dry_run import dry_run
 from trilith.planner.rank_walk import RankWalk
-from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
 
 #: Those of the slow test; a campaign of more has others.
@@ -89,13 +88,6 @@ def raw_recipe(random):
         },
         "optimizer": {"lr": 1e-4},
     }
-
-
-@pytest.fixture(scope="module")
-def worker():
-    made = Worker()
-    yield made
-    made.close()
 
 
 def over_peak(worker, number):

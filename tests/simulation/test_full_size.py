@@ -2,7 +2,6 @@
 
 import pytest
 from trilith.planner.dry_run import dry_run
-from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
 
 #: Model, layout, global batch, micro-batch, length of a row, checkpointing; the plan over the peak, less 1.
@@ -45,13 +44,6 @@ STEPS = {
         128, 1, 4096, "none", 0.0003,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def worker():
-    worker = Worker()
-    yield worker
-    worker.close()
 
 
 @pytest.mark.slow

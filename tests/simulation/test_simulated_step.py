@@ -40,13 +40,6 @@ CASE = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def worker():
-    made = Worker()
-    yield made
-    made.close()
-
-
 def recipe(folder, **more):
     raw = tiny_recipe(
         folder / "run",

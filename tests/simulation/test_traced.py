@@ -12,17 +12,13 @@ from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
 from trilith.simulation import forms, pieces
-from trilith.simulation.loss_trace import loss_trace
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Operator, Recorder
-from trilith.simulation.trace import of_more_rounds
 from trilith.simulation.traced import trace
 from trilith.simulation.without_numbers import shapes_only
 
-#: Whose states come from the ranks before, not from all in turn.
-RECURRENT = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
 ROWS, LENGTH = 2, 64
 QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "bloom")
@@ -126,7 +122,7 @@ def test_more_rows_of_a_micro_batch_follow_from_two_smaller_ones(family, monkeyp
 
 
 @pytest.mark.parametrize("family", [*QUICK, *OTHERS])
-def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
+def test_more_context_ranks_follow_from_four(family, monkeypatch):
     """A block's trace equals that of all ranks, around a ring and with gathered keys, in a drawn mode."""
     raw, draw = MODELS[family], random.Random(family)
     for ring in (False, True):
@@ -137,34 +133,33 @@ def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
             return
         mode, in_two = draw.choice([("none", True), ("none", False), ("selective", False), ("full", False)])
         kind, batch = draw.choice(model.kinds), MicroBatch(2, 64, 2, gpu=True)
-        monkeypatch.setattr(pieces, "_FEW_RANKS", 9)
-        block = model.blocks[kind]
-        whole = ModelPieces(model.pieces.model, model.pieces.state).block(
-            block, batch, reached=True, kind=kind
-        )
-        whole = whole.under(mode, in_two=in_two)
-        monkeypatch.setattr(pieces, "_FEW_RANKS", 5)
-        extended = model.pieces.block(block, batch, reached=True, kind=kind).under(mode, in_two=in_two)
-        assert extended == whole and extended.instants == whole.instants
-        few = [model._among(ranks, kind)[0].block(block, batch, reached=True, kind=kind) for ranks in (4, 5)]
-        few = [piece.under(mode, in_two=in_two) for piece in few]
-        assert family in RECURRENT or of_more_rounds(*few, layout.context - 4) == whole
+
+        def take(block=model.blocks[kind], pieces=model.pieces, mode=mode, in_two=in_two, batch=batch):
+            fresh = ModelPieces(pieces.model, pieces.state)
+            return fresh.block(block, batch, reached=True).under(mode, in_two=in_two)
+
+        with monkeypatch.context() as patch:
+            trace_of_few_rounds(take, patch)
 
 
-def all_rounds(recorder, rounds):
-    recorder.sliced = True
-    recorder.end_chain()
+def all_rounds(recorder, rounds, of_ranks):
+    recorder.sliced = recorder.sliced or not of_ranks
     for each in rounds:
+        if not of_ranks:
+            recorder.end_chain()
         yield each
+    if not of_ranks:
         recorder.end_chain()
 
 
-def assert_few_rounds_stand_for_all(take, monkeypatch):
-    """``take`` returns a trace of a loop of many rounds, of which a recorder runs few."""
+def trace_of_few_rounds(take, monkeypatch):
+    """Return what ``take`` traces of a loop of many rounds, of which a recorder runs few: what all give."""
+    take()  # the first copies numbers of the host
     few = take()
     monkeypatch.setattr(Recorder, "_few", all_rounds)
     whole = take()
-    assert few == whole and few.instants == whole.instants and few.sliced
+    assert few == whole and few.instants == whole.instants
+    return few
 
 
 CHUNKS = [(0, 2048), (1024, 1024), (100_000, 1024), (1280, 2560), (256, 2000)]
@@ -182,9 +177,11 @@ LOSSES = [
 def test_a_long_loss_is_traced_from_few_rows_and_chunks(size, chunk, tokens, layout, monkeypatch):
     size, batch = published_size(size), MicroBatch(1, tokens, 2, gpu=True)
     sample = sampled(size.family, size.config, layout).pieces
-    assert_few_rounds_stand_for_all(
-        lambda: loss_trace(sample.model, sample.state, batch, chunk, 4), monkeypatch
-    )
+
+    def take():
+        return ModelPieces(sample.model, sample.state).loss(batch, chunk=chunk, sums=4).plain
+
+    assert trace_of_few_rounds(take, monkeypatch).sliced
 
 
 SLICED = [("gemma2", {}), ("gemma2", {"context": 2, "ring": True}), ("gpt_oss", {})]
@@ -226,7 +223,7 @@ def test_attention_is_traced_from_few_slices_of_its_scores(model, axes, mode, in
     def take():
         return ModelPieces(made, state).block(block, batch, reached=True).under(mode, in_two=in_two)
 
-    assert_few_rounds_stand_for_all(take, monkeypatch)
+    assert trace_of_few_rounds(take, monkeypatch).sliced
 
 
 def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():

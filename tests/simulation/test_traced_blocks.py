@@ -204,34 +204,17 @@ def rows():
     ):
         yield adapted_row, adapted_row.model in ("deepseek_v2", "granitemoehybrid-mamba", "mixtral", "gpt2")
         yield replace(adapted_row, mode="full", dtype=torch.bfloat16), False
-    worst = [
-        # The gradients of a stack of experts, before they are joined and after that.
-        *(few(name, 64, intermediate_size=256) for name in ("mixtral", "gpt_oss")),
-        *(few(name, 64, moe_intermediate_size=256) for name in ("qwen2_moe", "glm4_moe", "deepseek_v3")),
-        few("mixtral", 128, hidden_size=128, intermediate_size=256),
-        few("gemma", 16, head_dim=64, intermediate_size=16),  # those of key and value beside the query's
-        # That of the first or of the second product of a low rank.
+    # Of few tokens, beside which weights are many, and of many, whose activations are.
+    for few_tokens in (
+        few("mixtral", 64, intermediate_size=256),
         few("deepseek_v3", 16, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=4, first_k_dense_replace=3),
-        few("deepseek_v3", 32, q_lora_rank=16, kv_lora_rank=256, first_k_dense_replace=3),
-    ]
-    for wide in worst:
-        yield replace(wide, staying=True), False
-    worst += [
-        many("mixtral", intermediate_size=256),  # the experts' activation is the worst moment
-        many("gemma", head_dim=64, intermediate_size=16),  # attention
-        many("olmo2", intermediate_size=16),  # a norm
-        many("starcoder2", intermediate_size=16, head_dim=4),  # the product before the activation
-        # Both products before it, whose gradients of the same input are added.
-        many("cohere2", intermediate_size=16, head_dim=4, layer_types=["sliding_attention"] * 5),
-        # The last sum of the input's gradients, when no product needs the input any more.
-        many("stablelm", intermediate_size=16),
-        many("cohere", intermediate_size=4, head_dim=4),  # attention still needs it
-        many("llama", intermediate_size=16),  # a norm, whose gradient is added in parts
-        many("gpt2", n_inner=400, resid_pdrop=0.1),  # the product before dropout
-    ]
-    # Each has its worst instant in another operator, which a trace finds by running it: some are drawn.
-    often = random.Random(1).sample(range(len(worst)), 5)
-    yield from ((row, number in often) for number, row in enumerate(worst))
+        few("gemma", 16, head_dim=64, intermediate_size=16),
+    ):
+        yield few_tokens, few_tokens.model == "mixtral"
+        yield replace(few_tokens, staying=True), few_tokens.model != "mixtral"
+    yield many("mixtral", intermediate_size=256), True
+    yield many("cohere", intermediate_size=4, head_dim=4), True
+    yield many("gpt2", n_inner=400, resid_pdrop=0.1), True
     # With few tokens the gradients of a product's weights, which wait together for a sum, are the worst.
     for name in ("llama", "phi3"):
         yield replace(cut(name, tensor=2), rows=1, length=16), True

@@ -36,7 +36,7 @@ from trilith.parallel_state import state as state_module
 from trilith.parallel_state.engine import local_data
 from trilith.parallel_state.process_groups import new_group
 from trilith.recipes.sections import MemorySection
-from trilith.simulation.collectives import axes_of_groups
+from trilith.simulation.rank import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
 from trilith.testing.layouts import Pieces, pieces, roughen
 from trilith.testing.operators import Operators

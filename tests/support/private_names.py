@@ -106,6 +106,7 @@ SIMULATED = (
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     ("torch.testing._internal.distributed.fake_pg", "_create_fake_pg"),
     ("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend"),
+    ("torch.utils.backend_registration", "_DummyBackendModule"),
     ("torch._C", "_set_only_lift_cpu_tensors"),
     ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
 )
