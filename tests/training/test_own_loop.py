@@ -38,6 +38,7 @@ from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, Step, make_adamw, shard_over_data
+from trilith.training.zero_on_fsdp import find_blocks
 
 
 def made(layout):
@@ -310,3 +311,13 @@ def test_inspect_does_not_count_a_routers_bias(tmp_path, capsys):
         said = capsys.readouterr().out
         assert any(f"{count:,} parameters" in said for count in (trained, trained - padding))
         assert f"{trained + 2 * 8:,} parameters" not in said
+
+
+def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    model = nn.Module()
+    model.enter, model.blocks = nn.Linear(2, 2), nn.ModuleList(layers)
+    nested = nn.Sequential(nn.Sequential(*layers), nn.ReLU())
+    grouped = nn.ModuleList([nn.ModuleDict({"a": nested[0], "b": nested[0]})])  # a dict computes nothing
+    assert find_blocks(model) == layers and find_blocks(nn.Linear(2, 2)) == []
+    assert find_blocks(nested) == find_blocks(grouped) == [nested[0]]
