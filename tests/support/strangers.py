@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -98,18 +98,21 @@ def images(number: int) -> dict[str, Tensor]:
     return {"images": pictures, "kind": torch.randint(5, (SAMPLES,), generator=generator)}
 
 
-@cache
-def example(name: str) -> ModuleType:
-    """Import a file of ``examples/``, under a name by which ranks find it again."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = util.spec_from_file_location(f"{name}_of_strangers", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def imported(file: Path, name: str) -> ModuleType:
+    """Import a file under a name of its own, as other processes find it."""
+    if name not in sys.modules:
+        spec = util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
-CUSTOM, T5, VIT = (example(name) for name in ("custom_model", "t5_parallel", "vit_parallel"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CUSTOM, T5, VIT = (
+    imported(EXAMPLES / f"{name}.py", f"{name}_of_strangers")
+    for name in ("custom_model", "t5_parallel", "vit_parallel")
+)
 
 
 def speech(number: int) -> dict[str, Tensor]:

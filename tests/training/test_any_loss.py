@@ -80,15 +80,6 @@ def test_a_module_with_the_asked_names_alone_trains_as_on_one_process(name, whol
     assert_trains_as_on_one_process(name, [Trial(name, *how) for how in layouts])
 
 
-@pytest.mark.parametrize("name", STRANGERS)
-@pytest.mark.parametrize("ring", [False, True])
-def test_context_ranks_are_refused_to_a_stranger_whose_loss_names_no_sequence(name, ring):
-    state = ParallelState.stand_in(Layout(context=2, ring=ring))
-    stranger = STRANGERS[name]
-    with pytest.raises(BadInput, match="context: expected 1 for a loss that names no sequence, found 2"):
-        Step(stranger.build(state=state), stranger.loss(), micro_batch=1, state=state)
-
-
 class OfAllStages(nn.Module):
     """Hold a table on each stage, or on those of some pipeline ranks, as one parameter."""
 
