@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import importlib.util
 import io
 import json
 import re
@@ -15,6 +14,7 @@ import pytest
 import torch
 from support.configs import TINY_LLAMA
 from support.pages import ROOT, Page
+from support.strangers import imported
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.recipes.recipe import parse_recipe
@@ -30,15 +30,6 @@ SMALLER = [
     "data.micro_batch=2",
     "compute=float32",
 ]
-
-
-def imported(file, name):
-    """Import a file under a name of its own, as other processes find it."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")

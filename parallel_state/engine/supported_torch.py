@@ -1,4 +1,4 @@
-"""Refuse a torch whose private names nobody has looked at: ``tests/support/private_names.py`` lists them."""
+"""Refuse a torch whose private names nobody has looked at, as a test of ``tests/test_house.py`` does."""
 
 import importlib
 

@@ -10,11 +10,9 @@ from random import Random
 
 import pytest
 from support.combinations import ADAPTERS, FAMILIES, FROZEN, LONG, Choice, covering_array, cuts, draw, pairs
-from support.layout_cases import Layouts, Row
-from trilith.parallel_state import BadInput, Layout
+from support.layout_cases import Layouts, Row, refused
+from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES
-from trilith.recipes.recipe import parse_recipe
-from trilith.training.run_plan import plan
 
 COVERING = covering_array()
 HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
@@ -47,27 +45,16 @@ test_resuming_is_bitwise = LAYOUTS.resume_bitwise()
 test_resuming_in_another_layout_is_as_if_the_run_had_not_stopped = LAYOUTS.resume_in_another_layout()
 
 
-def refused(choice):
+def refusal(choice):
     """Why a recipe may not choose this."""
     data = {"tokens": "-", "sequence_length": 16, "micro_batch": choice.micro_batch}
-    raw = {
-        "out": "-",
-        "steps": 1,
-        "model": {"config": choice.config},
-        "layout": choice.section,
-        "memory": choice.memory,
-        "data": data | {"global_batch": choice.samples},
-    }
-    try:
-        plan(parse_recipe(raw))
-    except BadInput as error:
-        return error
-    return None
+    raw = {"out": "-", "steps": 1, "model": {"config": choice.config}, "layout": choice.section}
+    return refused(raw | {"memory": choice.memory, "data": data | {"global_batch": choice.samples}})
 
 
 @pytest.mark.parametrize("choice", [*COVERING, *LONG], ids=str)
 def test_a_recipe_may_choose_this(choice):
-    assert (error := refused(choice)) is None, error
+    assert (error := refusal(choice)) is None, error
 
 
 def test_the_array_is_small_and_holds_every_choice_of_every_axis():
@@ -104,7 +91,7 @@ def test_the_array_holds_every_pair_that_a_recipe_may_choose():
     while legal < 100:
         values = {key: random.choice(sorted({value for name, value in SEEN if name == key})) for key in KEYS}
         choice = Choice(**values)
-        if 1 < choice.world <= 4 and not means_nothing(choice) and refused(choice) is None:
+        if 1 < choice.world <= 4 and not means_nothing(choice) and refusal(choice) is None:
             legal += 1
             assert not (missing := pairs(choice) - HELD), (str(choice), missing)
 

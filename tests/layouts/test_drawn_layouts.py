@@ -16,12 +16,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.configs import MODELS
-from support.layout_cases import Layouts, Row
+from support.layout_cases import Layouts, Row, refused
 from support.short_training import Case
-from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import LayoutSection, MemorySection
-from trilith.training.run_plan import plan
 
 Raw = dict[str, Any]
 AXES = ("tensor", "pipeline", "data_shard", "data_replicate", "context")
@@ -29,6 +27,8 @@ SCHEDULES = get_args(LayoutSection.model_fields["schedule"].annotation)
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 MIXTURES = {name for name, config in MODELS.items() if COUNTS & config.keys()}
 IN_TWO_PARTS = ("interleaved-zero-bubble", "zbv", "dualpipev")
+#: Families that are drawn with multi-token prediction.
+PREDICTS = {"deepseek_v3", "glm4_moe"}
 SAMPLES, LENGTH = 8, 16
 
 #: Patterns, over our names and Hugging Face's, of what is frozen: an end, some blocks, all but one block, all
@@ -162,38 +162,20 @@ def wild(draw):
 
 def recipe(model, layout, memory, micro_batch):
     data = {"tokens": "-", "sequence_length": LENGTH, "global_batch": SAMPLES, "micro_batch": micro_batch}
-    config = {"config": MODELS[model], "init_from": None}
-    raw = {
-        "out": f"run-{model}",
-        "steps": 1,
-        "model": config,
-        "layout": layout,
-        "memory": memory,
-        "data": data,
-    }
-    return raw
-
-
-def refused(raw):
-    try:
-        plan(parse_recipe(raw))
-    except BadInput as error:
-        return error
-    return None
+    predicts = model in PREDICTS
+    stated = {"config": MODELS[model] | ({"mtp": True} if predicts else {}), "mtp": 0.3 if predicts else None}
+    run = {"out": f"run-{model}", "steps": 1, "model": stated}
+    return run | {"layout": layout, "memory": memory, "data": data}
 
 
 def legal(raw):
     return refused(raw) is None
 
 
-def parse_layout(raw):
-    return LayoutSection.model_validate(raw["layout"]).layout
-
-
 def put(raw, key, value):
     """Return the recipe with one number changed; an axis may be named without its section."""
     if key == "micro-batches a step":
-        data, layout = raw["data"], parse_layout(raw)
+        data, layout = raw["data"], LayoutSection.model_validate(raw["layout"]).layout
         key, value = "data.global_batch", value * layout.data * data["micro_batch"]
     section, _, name = key.rpartition(".")
     section = section or "layout"
@@ -242,8 +224,9 @@ def assert_one_device_s_training(drawn):
     made = parse_recipe(drawn.raw)
     groups = made.optimizer.groups
     case = Case(
-        MODELS[drawn.model],
+        made.model.config,
         made.layout,
+        mtp=made.model.mtp or 0.0,
         schedule=made.layout_section.schedule,
         split=None if made.layout_section.split is None else tuple(made.layout_section.split),
         micro_batch=made.data.micro_batch,
@@ -258,10 +241,6 @@ def assert_one_device_s_training(drawn):
     record.assert_equal(1e-10)
     for rank, planned in zip(record.ranks, record.plans, strict=True):
         assert rank.sent == planned.sends
-
-
-def drawn(ranks, seed, count):
-    return [draw(ranks, seed, number) for number in range(count)]
 
 
 # Cases are drawn in the tests, not where these are collected: a draw plans many recipes. Eight ranks are slow
@@ -280,23 +259,3 @@ def test_a_legal_layout_equals_one_device(ranks, number):
 )
 def test_many_legal_layouts_equal_one_device(ranks, number):
     assert_one_device_s_training(draw(ranks, SEED, number))
-
-
-def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters():
-    """The cases for which layouts are drawn come often; the same seed and number draw the same case."""
-    found = drawn(8, 1, 60)
-    of_three = [one for one in found if all(size(one, axis) > 1 for axis in THREE)]
-    assert len(of_three) >= 10
-    assert any(one.raw["layout"]["schedule"] in IN_TWO_PARTS for one in of_three)
-    frozen = [one["match"] for case in found for one in case.raw["optimizer"]["groups"]]
-    assert len(frozen) >= 5 and {*frozen} == {*FROZEN}
-    assert sum(one.lora is not None for one in found) >= 5
-    assert found[17] == draw(8, 1, 17) != draw(8, 2, 17)
-    assert len({str(one) for one in found}) == len(found)
-
-
-THREE = ("pipeline", "data_shard", "data_replicate")
-
-
-def size(case, axis):
-    return int(getattr(parse_layout(case.raw), axis))

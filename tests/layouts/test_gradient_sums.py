@@ -1,6 +1,7 @@
 """From ZeRO 2 on gradients are summed at every micro-batch, whichever rank holds which stages."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def waiting_gradients(name, zero):
     model = built(layout, Precision(*[torch.float32] * 3), config("llama", layers=4))
     step, waiting = Step(model, TokenLoss(model), micro_batch=1, schedule=name), []
 
-    def look(stage, *given, **named):
+    def look():
         held = computed_with(one for one in fsdp_modules(model) if zero >= 2 or one is not model)
         waiting.append(sum(one.grad.numel() for one in held if one.grad is not None))
 
@@ -42,23 +43,15 @@ def waiting_gradients(name, zero):
 @contextmanager
 def observed_backwards(look):
     """Call ``look`` after each of a stage's backwards, whole or half."""
-    names = ("backward_one_chunk", "backward_weight_one_chunk")
-    before = {name: getattr(DrivenStage, name) for name in names}
+    with ExitStack() as patches:
+        for name in ("backward_one_chunk", "backward_weight_one_chunk"):
 
-    def after(whole):
-        def run(stage, *given, **named):
-            whole(stage, *given, **named)
-            look(stage)
+            def run(*given, whole=getattr(DrivenStage, name), **named):
+                whole(*given, **named)
+                look()
 
-        return run
-
-    for name, one in before.items():
-        setattr(DrivenStage, name, after(one))
-    try:
+            patches.enter_context(mock.patch.object(DrivenStage, name, run))
         yield
-    finally:
-        for name, one in before.items():
-            setattr(DrivenStage, name, one)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -4,6 +4,7 @@ Context ranks, experts, adapters, multi-token prediction, schedules with several
 """
 
 import torch
+from support.combinations import FROZEN
 from support.configs import MODELS, config
 from support.layout_cases import COMPARED, Layouts, one_device, row
 from support.short_training import Case
@@ -12,6 +13,7 @@ SLOW = COMPARED | {"slow": True}
 SCHEDULES = {"interleaved": "loop2", "interleaved-zero-bubble": "loop2", "zbv": "v", "dualpipev": "v"}
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 ADAPTERS, DOCUMENTS = {"lora": LORA, "clip": 1e-3}, {"documents": True}
+HEAD_ALONE = {"frozen": FROZEN["the output layer"], "clip": 1e-5}
 
 # The sequence over context ranks, by both kinds of attention
 CONTEXT = [
@@ -135,6 +137,7 @@ for mode in ("selective", "full"):
 ROWS += [
     # Stacks and biases of fewer experts than ranks are cut along their width.
     row("experts-cut-along-their-width", "gpt_oss", "dp3 zero3", samples=6, asks=SLOW),
+    row("the-output-layer-alone-in-a-chunked-loss", "llama", "dp2 zero3", chunk=5, **HEAD_ALONE),
     # Most blocks have no adapter.
     row("lora-a-stage-without-zero1", "llama-tied", "pp2 dp2 zero1", **FROZEN_STAGES),
     row("lora-blocks-without-zero2", "llama", "dp2 zero2", **FROZEN_STAGES),

@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
-from support.families import family_and_config
+from support.families import model_of
 from support.short_runs import built
 from trilith.data import Batch
 from trilith.layers import IGNORE
-from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
+from trilith.parallel_state import BadInput, Layout, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, Step, TokenLoss
@@ -59,9 +59,8 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout):
         assert (found, found_norm) == pytest.approx((loss, norm), rel=1e-12)
 
 
-def model_alone(state=None):
-    family, config = family_and_config(TINIEST_LLAMA)
-    model = family.build(config, state=state, device="cpu", dtype=torch.float64)
+def model_alone():
+    model = model_of(TINIEST_LLAMA, device="cpu", dtype=torch.float64)
     initialize(model, 3)
     return model
 
@@ -74,12 +73,6 @@ def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp():
     step = Step(model, TokenLoss(model, label_smoothing=0.1), micro_batch=1)
     assert float(step(Batch(ids, labels))) == expected
     assert float(gradient_norm(model)) == pytest.approx(norm, rel=1e-12)
-
-
-def test_over_data_ranks_a_model_that_is_not_shared_is_refused():
-    state = ParallelState.stand_in(Layout(data_replicate=2))
-    with pytest.raises(BadInput, match=r"shared over data=2, found none. Call shard_over_data"):
-        Step(model := model_alone(state), TokenLoss(model), micro_batch=1)
 
 
 def stale_on_the_last_rank(layout):

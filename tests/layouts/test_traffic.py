@@ -2,7 +2,7 @@
 
 Families that are not in the array, two precisions, three choices at once, and training of a part: a backward
 ends at the first trained parameter; what comes before it sends nothing in the backward, is not gathered for
-it and is not computed again. Drawn layouts are in ``test_drawn_traffic.py``.
+it and is not computed again. Drawn layouts are in ``test_drawn_layouts.py``.
 """
 
 from itertools import product

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from support.configs import KEYS
 from support.families import family_and_config
-from support.private_names import PRIVATE, self_check
 from torch.distributed.device_mesh import DeviceMesh
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.parallel_state.engine.supported_torch import BEFORE, SINCE
@@ -26,10 +25,6 @@ LLAMA_405B = {
 }
 
 
-def test_torch_has_every_private_name_that_is_used():
-    assert self_check() == []
-
-
 def test_another_torch_than_the_packages_range_is_refused():
     (pinned,) = (need for need in requires("trilith") if need.startswith("torch"))
     since, before = (".".join(map(str, version)) for version in (SINCE, BEFORE))
@@ -37,11 +32,6 @@ def test_another_torch_than_the_packages_range_is_refused():
     for version in ("2.10.1", f"{before}.0", "3.0"):
         with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.13"):
             engine.require_supported(version)
-
-
-def test_the_self_check_names_what_a_torch_lacks():
-    private = (*PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
-    assert self_check(private) == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
 
 
 def test_405b_is_planned_on_the_meta_device_without_processes():

@@ -1,7 +1,6 @@
 """The simulated device refuses what a real one refuses, in a step too, and notices each wait of the host."""
 
 import importlib
-import sys
 import traceback
 from contextlib import contextmanager
 from unittest import mock
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
-from support.private_names import SIMULATED, self_check
 from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
@@ -195,8 +193,3 @@ def test_every_place_on_the_list_of_waits_is_a_function_of_today():
         found = importlib.import_module(module.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
             found = getattr(found, part)
-
-
-def test_this_torch_has_the_private_names_that_the_device_needs():
-    assert self_check(SIMULATED) == []
-    assert "trilith.simulation.backend" in sys.modules

@@ -207,14 +207,14 @@ def _wait(pid: int, limit: float) -> tuple[int | None, float, float]:
     while ended is None and time.monotonic() - began < limit:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         time.sleep(0.005)
-    took = time.monotonic() - began - _waited_for_a_core(pid)
+    took = time.monotonic() - began - waited_for_a_core(pid)
     if ended is None:
         os.kill(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
     return None if ended is None else status, used.ru_utime + used.ru_stime, took
 
 
-def _waited_for_a_core(pid: int) -> float:
+def waited_for_a_core(pid: int | str = "self") -> float:
     """Return seconds that the main thread waited for a core; 0 if the kernel does not count them."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9

@@ -23,6 +23,8 @@ from trilith.ranks import processes, worker
 from trilith.system.process_end import leave
 
 Command = Callable[[list[str]], int]
+#: Variables by which a launcher tells a process its rank, and where ranks meet.
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Forked:
@@ -177,11 +179,16 @@ def torchrun_forked(command: Command, words: list[str], folder: str) -> None:
     leave(0)
 
 
+def forget_the_launcher() -> None:
+    """Be no rank of a launcher's."""
+    for name in OF_LAUNCHERS:
+        os.environ.pop(name, None)
+
+
 def _leave_the_test(folder: Path, what: str) -> None:
     """Drop the test's variables and standard output, and note the process id."""
     number = int(os.environ["RANK"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    forget_the_launcher()
     (folder / f"{what}-{number}").write_text(str(os.getpid()))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -31,15 +31,17 @@ import torch.distributed as dist
 from torch import Tensor
 from trilith.checkpoints import load, save
 from trilith.data import Batch
-from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state import BadInput, Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state import state as state_module
 from trilith.parallel_state.engine import local_data
 from trilith.parallel_state.process_groups import new_group
+from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.rank import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
 from trilith.testing.layouts import Pieces, pieces, roughen
 from trilith.testing.operators import Operators
+from trilith.training import run_plan
 
 from support.configs import config
 from support.models_page import MEASURED
@@ -134,6 +136,15 @@ def row(
         case["samples"] = rounds * case.get("micro_batch", 1) * cut.data
     raw = config(model) if isinstance(model, str) else model
     return Row(why, Case(raw, cut, memory=memory, **case), **asks)
+
+
+def refused(raw: dict[str, Any]) -> BadInput | None:
+    """Return why no run begins with a recipe, or nothing."""
+    try:
+        run_plan.plan(parse_recipe(raw))
+    except BadInput as error:
+        return error
+    return None
 
 
 @dataclass

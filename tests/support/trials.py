@@ -17,6 +17,7 @@ from trilith.planner.search import find
 from trilith.ranks import pool, processes
 
 from support import forked
+from support.forked import waited_for_a_core
 from support.forked_launch import fork_templates
 
 #: Seconds after which a command counts as hanging, on a machine that others use; those of a refusal, also
@@ -201,11 +202,3 @@ def most_memory() -> int:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
     except OSError:
         return 0
-
-
-def waited_for_a_core() -> float:
-    """Return the seconds that this process waited for a core; 0 if the kernel does not count them."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError):
-        return 0.0

@@ -1,6 +1,6 @@
 """Losses and a model that no recipe has, under the one step: in drawn layouts they train as one process."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from support.any_loss import (
     train,
     under_every_schedule,
 )
-from support.strangers import SAMPLES, STRANGERS, STUBS
+from support.strangers import SAMPLES, STRANGERS, STUBS, images
 from torch import nn
 from torch.nn import functional as F
 from trilith.data.batch import BatchParts
@@ -78,15 +78,6 @@ def test_a_module_with_the_asked_names_alone_trains_as_on_one_process(name, whol
     """Also with adapters, whose base is frozen; each of the two in half of the layouts, or in all."""
     layouts = OF_STUBS if whole else OF_STUBS[[*STUBS].index(name) :: 2]
     assert_trains_as_on_one_process(name, [Trial(name, *how) for how in layouts])
-
-
-@pytest.mark.parametrize("name", STRANGERS)
-@pytest.mark.parametrize("ring", [False, True])
-def test_context_ranks_are_refused_to_a_stranger_whose_loss_names_no_sequence(name, ring):
-    state = ParallelState.stand_in(Layout(context=2, ring=ring))
-    stranger = STRANGERS[name]
-    with pytest.raises(BadInput, match="context: expected 1 for a loss that names no sequence, found 2"):
-        Step(stranger.build(state=state), stranger.loss(), micro_batch=1, state=state)
 
 
 class OfAllStages(nn.Module):
@@ -154,21 +145,13 @@ def test_the_second_forward_of_a_loss_over_the_whole_step_has_the_first_one_s_dr
             assert plain.losses[0] != dropped.losses[0]
 
 
-def alone(**kind):
-    model = Ladder(**kind).double()
+def alone(build=Ladder, **kind):
+    model = build(**kind).double()
     initialize(model, 3)
     return model
 
 
-def by_step(model, loss):
-    mean = Step(model, loss, micro_batch=2)(batch(0))
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    return float(mean), gradients
-
-
-def preference(model):
-    samples = batch(0)
+def preference(model, samples):
     labels = samples["labels"]
     gains = -F.cross_entropy(model(tokens=samples["tokens"])[..., :37].mT, labels, reduction="none")
     chosen, rejected = (gains.sum(1) - samples["reference"]).view(-1, 2).unbind(1)
@@ -176,22 +159,33 @@ def preference(model):
     return -F.logsigmoid(0.5 * (chosen - rejected)).mean() - 0.3 * tokens
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss", "plain"),
-    [
-        ({}, Preference(ParallelState.alone()), preference),
-        ({"pooled": True}, Contrast(), lambda model: contrast(model(tokens=batch(0)["tokens"])).mean()),
-    ],
-    ids=["preference", "contrast"],
-)
-def test_on_one_device_a_loss_is_plain_torch_s(kind, loss, plain):
-    model = alone(**kind)
-    mean, gradients = by_step(model, loss)
-    expected = plain(model)
+def kind_of_image(model, samples):
+    return F.cross_entropy(model(images=samples["images"]), samples["kind"])
+
+
+PLAIN = {
+    "preference": (Ladder, Preference(ParallelState.alone()), batch, preference),
+    "contrast": (
+        partial(Ladder, pooled=True),
+        Contrast(),
+        batch,
+        lambda *of: contrast(of[0](tokens=of[1]["tokens"])).mean(),
+    ),
+    "gallery": (STRANGERS["gallery"].build, STRANGERS["gallery"].loss(), images, kind_of_image),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_on_one_device_a_loss_is_plain_torch_s(name):
+    build, loss, rows, plain = PLAIN[name]
+    model, samples = alone(build), rows(0)
+    mean = Step(model, loss, micro_batch=2)(samples)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    expected = plain(model, samples)
     expected.backward()
-    assert mean == pytest.approx(float(expected.detach()), rel=1e-11)
+    assert float(mean) == pytest.approx(float(expected.detach()), rel=1e-11)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert parameter.grad is not None and gradient is not None
         assert torch.allclose(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
 
 

@@ -47,8 +47,10 @@ def test_ranks_search_after_the_same_steps_and_at_no_other_time(tmp_path, tokens
 
 
 def left(raw):
-    """Return the tensors that two later steps leave to the search, and which nothing else would free."""
-    tensors = []
+    """Return the tensors that two later steps leave to the search, and which nothing else would free; and
+    whether nothing holds a module of the model once its run is over.
+    """
+    trainer, tensors = trainer_of(raw), []
 
     def after(metrics):
         if metrics.step == 1:
@@ -56,31 +58,23 @@ def left(raw):
             gc.set_debug(gc.DEBUG_SAVEALL)
         if metrics.step == 3:
             gc.collect()
-            tensors.append([str(thing.shape) for thing in gc.garbage if isinstance(thing, torch.Tensor)])
+            tensors.extend(str(thing.shape) for thing in gc.garbage if isinstance(thing, torch.Tensor))
 
     try:
-        trainer_of(raw).run(after)
+        trainer.run(after)
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-    (after_step_3,) = tensors
-    return after_step_3
-
-
-def freed(raw):
-    """Return whether nothing holds a model, nor a module of it, once its run is over."""
-    trainer = trainer_of(raw)
-    trainer.run()
     modules = [weakref.ref(module) for module in trainer.model.modules()]
     del trainer
     gc.collect()
-    return all(module() is None for module in modules)
+    return tensors, all(module() is None for module in modules)
 
 
 SPARING = {"checkpointing": "full", "loss_chunk": 8, "offload": True}
 
 
-each_kind_of_step = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "changes",
     [
         {"memory": {"checkpointing": "selective"}, "dtype": "float32", "compute": "bfloat16"},
@@ -94,22 +88,15 @@ each_kind_of_step = pytest.mark.parametrize(
     ],
     ids=lambda changes: str(changes)[:60],
 )
-
-
-@each_kind_of_step
-def test_no_tensor_of_a_step_waits_for_the_search(tmp_path, tokens, changes):
-    """Or its memory would be there until then, beside that of the next step."""
+def test_no_tensor_of_a_step_waits_for_the_search_and_a_model_is_freed_after_its_run(
+    tmp_path, tokens, changes
+):
+    """A tensor's memory would be there until then, beside that of the next step; the model goes with its
+    process groups, whose threads wake a hundred times a second.
+    """
     raw = tiny_recipe(tmp_path / "run", tokens, steps=4, data={"global_batch": 4}, **changes)
     world = parse_recipe(raw).layout.world
-    assert run_parallel(left, world, raw) == [[]] * world
-
-
-@each_kind_of_step
-def test_a_model_is_freed_after_its_run(tmp_path, tokens, changes):
-    """With its process groups, whose threads wake a hundred times a second."""
-    raw = tiny_recipe(tmp_path / "run", tokens, steps=2, data={"global_batch": 4}, **changes)
-    world = parse_recipe(raw).layout.world
-    assert run_parallel(freed, world, raw) == [True] * world
+    assert run_parallel(left, world, raw) == [([], True)] * world
 
 
 def kept(raw):

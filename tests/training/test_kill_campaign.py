@@ -136,7 +136,7 @@ class Starts(Campaign):
 @pytest.mark.parametrize(
     ("kills", "seed"), [(2, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
-def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing(make, tmp_path, kills, seed):
+def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing_K19(make, tmp_path, kills, seed):
     campaign = Starts(make(100_000), tmp_path, seed)
     while campaign.kills < kills:
         campaign.kill_one()

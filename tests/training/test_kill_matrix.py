@@ -1,30 +1,25 @@
 """The kill matrix: each part of a run on two nodes is killed in each phase, and the run goes on bitwise.
 
-A node is a torchrun with its rank and a host name of its own, and an export where one runs. The victim's rank
-stops itself at a point of the phase; then the test kills. So a kill falls where it should, however loaded the
-machine is.
+A node is a torchrun with its rank and a host name of its own. The victim's rank stops itself at a point of
+the phase; then the test kills. So a kill falls where it should, however loaded the machine is.
 """
 
 import itertools
-import os
 import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from unittest import mock
 
 import pytest
 import torch
-from support.folders import contents
-from support.forked_launch import Forked, Node, node_forked
+from support.forked_launch import Node, node_forked
 from support.kills import Campaign, free_port, wait_for
 from support.short_runs import whole_tensors
 from support.stop_and_go import differences
-from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import fault
@@ -52,14 +47,12 @@ OF_RANK_0 = [
     "commit.after_rename;time=2",
     "checkpoint.before_retention;step=4",
 ]
-OF_AN_EXPORT = ["convert.before_data", "convert.after_data", "commit.before_rename", "commit.after_rename"]
 OF_A_STEP = [f"step={step};time={time}" for step in (3, 4, 5) for time in (1, 2, 3, 4)]
-#: By phase: where the victim's rank may stop. An export is killed while a step goes on.
+#: By phase: where the victim's rank may stop.
 POINTS = {
     "forward": [f"step.amid_forward;{when}" for when in OF_A_STEP],
     "backward": [f"step.backward;{when}" for when in OF_A_STEP],
     "save": [*OF_A_SAVE, *OF_RANK_0],
-    "export": ["step.amid_forward;step=5"],
     "evaluation": [f"evaluation;step=4;time={time}" for time in (1, 2, 3, 4)],
 }
 
@@ -108,15 +101,6 @@ def be_a_node(words, folder, nodes, port):
     node_forked(train, words, folder, nodes, port)
 
 
-def launch_export(words, folder, fault):
-    """Be the launcher of an export: start it, and wait for it."""
-    os.environ["TRILITH_FAULT"] = fault
-    (Path(folder) / "exporter").write_text(str(os.getpid()))
-    export = Forked(lambda words: sys.exit(run([*words])), words, dict(os.environ))
-    (Path(folder) / "export").write_text(str(export.pid))
-    sys.exit(export.wait())
-
-
 @dataclass(frozen=True)
 class Case:
     """Say what is killed, when, and in which run; ``rank`` is on the victim's node."""
@@ -128,21 +112,17 @@ class Case:
     on_head: bool
     background: bool
     point: str
-    export_point: str
 
     @property
     def possible(self):
-        """A node is the head or not; rank 0 commits; an export needs the checkpoint before it to be there."""
-        return (
-            self.on_head == {"node": False, "head node": True}.get(self.victim, self.on_head)
-            and not (self.point in OF_RANK_0 and self.rank)
-            and not (self.background and self.phase == "export")
+        """A node is the head or not; rank 0 commits."""
+        return self.on_head == {"node": False, "head node": True}.get(self.victim, self.on_head) and not (
+            self.point in OF_RANK_0 and self.rank
         )
 
     def __str__(self):
         words = [self.victim, self.phase, self.layout, f"rank{self.rank}", "head" * self.on_head]
         words += ["background" * self.background, self.point]
-        words += [self.export_point * (self.phase == "export")]
         return "-".join(filter(None, words)).replace(" ", "-")
 
     @property
@@ -165,15 +145,14 @@ def drawn(number):
     while True:
         phase = pick([*POINTS])
         more = {"on_head": pick([True, False]), "background": pick([True, False])}
-        more |= {"point": pick(POINTS[phase]), "export_point": pick(OF_AN_EXPORT)}
-        case = Case(pick(VICTIMS), phase, pick([*LAYOUTS]), pick([0, 1]), **more)
+        case = Case(pick(VICTIMS), phase, pick([*LAYOUTS]), pick([0, 1]), **more, point=pick(POINTS[phase]))
         if case.possible:
             return case
 
 
 #: The case of the default suite, and a hundred that are drawn, none of them twice.
-FIRST = Case("node", "backward", "zero1", 0, False, False, "step.backward;step=3;time=3", OF_AN_EXPORT[0])
-DRAWN = {str(case): case for number in range(43, 163) if str(case := drawn(number)) != str(FIRST)}
+FIRST = Case("node", "backward", "zero1", 0, False, False, "step.backward;step=3;time=3")
+DRAWN = {str(case): case for number in range(120) if str(case := drawn(number)) != str(FIRST)}
 CASES = [FIRST, *itertools.islice(DRAWN.values(), 100)]
 
 
@@ -184,12 +163,11 @@ def test_every_victim_layout_side_and_way_to_save_meet_in_the_drawn_cases():
     assert len(CASES) == 101
     for one, other in itertools.combinations(values, 2):
         met = {(getattr(case, one), getattr(case, other)) for case in CASES[1:]}
-        never = {("export", True)} if (one, other) == ("phase", "background") else set()
-        assert met == {*itertools.product(values[one], values[other])} - never, (one, other)
+        assert met == {*itertools.product(values[one], values[other])}, (one, other)
 
 
 class Cluster(Campaign):
-    """Hold the processes of a run on two nodes, and of an export on the victim's node."""
+    """Hold the processes of a run on two nodes."""
 
     def __init__(self, run, case, words):
         super().__init__()
@@ -199,17 +177,10 @@ class Cluster(Campaign):
         self.all = []
 
     def start(self, pool):
-        """Start all, and wait until the victim's rank, and the export, stand at their points."""
+        """Start all, and wait until the victim's rank stands at its point."""
         started = (be_a_node, 2, self.words, str(self.folder), self.case.nodes, free_port())
-        ended = [pool.submit(run_fresh, *started, process_group=False, timeout=80)]
-        wait_for(self._rank_stands, 60, "the rank was at its point", ended=ended[0])
-        if self.case.phase == "export":
-            source = self.run.out / "checkpoints" / "step-00000004"
-            words = ["convert", str(source), str(self.folder / "hf"), "--to", "hf"]
-            stop, export = f"at={self.case.export_point};rank=0;act=stop", self.folder / "export"
-            given = (launch_export, 1, words, str(self.folder), stop)
-            ended.append(pool.submit(run_fresh, *given, process_group=False, timeout=80))
-            wait_for(lambda: self.stands(self.noted(export)), 30, "an export at its point", ended=ended[1])
+        ended = pool.submit(run_fresh, *started, process_group=False, timeout=80)
+        wait_for(self._rank_stands, 60, "the rank was at its point", ended=ended)
         return ended
 
     def _rank_stands(self):
@@ -221,32 +192,19 @@ class Cluster(Campaign):
                     self.victim = rank
         return self.victim >= 0
 
-    def processes(self):
-        """Return the process ids of the victim's node: its rank, its torchrun; those of the export."""
-        torchrun = self.noted(self.folder / f"torchrun-{int(not self.case.on_head)}")
-        export = self.case.phase == "export"
-        return {
-            "rank": [int(self.run.status(self.victim)["pid"])],
-            "torchrun": [torchrun],
-            "export": [self.noted(self.folder / "export")] * export,
-            "exporter": [self.noted(self.folder / "exporter")] * export,
-        }
-
     def kill_the_victim(self):
         """Kill the victim, and let go on what stands and lives."""
-        mine, exporting = self.processes(), self.case.phase == "export"
+        rank = int(self.run.status(self.victim)["pid"])
+        torchrun = self.noted(self.folder / f"torchrun-{int(not self.case.on_head)}")
         self.all = self._found()
-        assert len(self.all) == 4 + 2 * exporting
-        killed = {
-            "worker": mine["export"] if exporting else mine["rank"],
-            "launcher": mine["exporter"] if exporting else mine["torchrun"],
-        }.get(self.case.victim, [pid for pids in mine.values() for pid in pids])
+        assert len(self.all) == 4
+        killed = {"worker": [rank], "launcher": [torchrun]}.get(self.case.victim, [rank, torchrun])
         self.kill(killed)
-        self.kill({*mine["rank"], *mine["export"]} - {*killed}, signal.SIGCONT)
+        self.kill({rank} - {*killed}, signal.SIGCONT)
 
     def _found(self):
-        """Look up every process of the two nodes and of the export."""
-        starters = ("torchrun-0", "torchrun-1", "exporter")
+        """Look up every process of the two nodes."""
+        starters = ("torchrun-0", "torchrun-1")
         numbers = {pid for name in starters if (pid := self.noted(self.folder / name))}
         numbers |= {child.pid for pid in numbers for child in children_of(pid)}
         return [info for pid in numbers if (info := process_info(pid)) is not None]
@@ -288,22 +246,20 @@ def whole(tmp_path_factory):
     "case",
     [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case is not FIRST)) for case in CASES],
 )
-def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
-    make, whole, tmp_path, case, capsys
-):
+def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(make, whole, tmp_path, case):
     run_ = make(STEPS)
     held_out = write_tokens(tmp_path / "held-out", count=500, seed=1)
     evaluation = [f"evaluation.tokens={held_out}", "evaluation.every=2", "evaluation.samples=8"]
     changes = [*case.changes, *evaluation, f"timeout={TIMEOUT:g}"]
     cluster = Cluster(run_, case, ["train", str(run_.recipe), "--quiet", *changes])
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         try:
             ended = cluster.start(pool)
             cluster.kill_the_victim()
             wait_for(lambda: not any(map(cluster.lives, cluster.all)), TIMEOUT + 5, "all had ended")
         finally:
             cluster.end()
-        codes = ended[0].result()
+        codes = ended.result()
     named(cluster, [code.output for code in codes])
 
     reference = whole(run_, case, evaluation)
@@ -311,8 +267,6 @@ def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
     accepted = run_.steps_saved  # reads every byte
     assert max(accepted, default=0) >= max(said, default=0), (accepted, said)
     assert all(same(checkpoint(run_, step), checkpoint(reference, step)) for step in accepted)
-    if case.phase == "export":
-        exported(run_, reference, tmp_path, capsys)
     assert run_.ranks(*changes) == [0, 0]
     assert run_.steps_saved[-1] == STEPS
     assert differences(reference.out, run_.out) == []
@@ -320,14 +274,12 @@ def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
 
 
 def named(cluster, output):
-    """Check that the survivors say who was killed; a run goes on while its export is killed."""
+    """Check that the survivors say who was killed."""
     run_, victim = cluster.run, cluster.victim
     errors = [str(run_.status(rank)["error"]) for rank in (0, 1)]
     with soon_silent():
         found = outcome(run_.out)
-    if cluster.case.phase == "export" and cluster.case.victim in ("worker", "launcher"):
-        assert found.code == 0, (errors, output)
-    elif cluster.case.victim == "launcher":
+    if cluster.case.victim == "launcher":
         assert found.code == 75, (errors, output)
         assert all(f"the launcher of rank {victim} died: saved after step" in one for one in errors), errors
     else:
@@ -335,23 +287,3 @@ def named(cluster, output):
         assert f"rank {victim} died or hangs in " in errors[1 - victim], (errors, output)
         assert f" on {cluster.name})" in errors[1 - victim]
         assert f"rank {victim} died" in found.text
-
-
-def exported(run_, reference, folder, capsys):
-    """Check that the export is whole, or absent and named as killed; the same command completes it."""
-    convert(checkpoint(reference, 4), folder / "whole-hf", to="hf")
-    there = (folder / "hf").exists()
-    if there:
-        assert contents(folder / "hf") == contents(folder / "whole-hf")
-    else:
-        capsys.readouterr()
-        assert run(["verify", str(folder / "hf")]) == 2
-        said = capsys.readouterr().err
-        assert (
-            said.startswith(f"error: {folder / 'hf'}: ") and "what a killed command left in hf.tmp-" in said
-        )
-        assert said.endswith("Run the same command again: it completes the output\n")
-    assert run(["convert", str(checkpoint(run_, 4)), str(folder / "hf"), "--to", "hf"]) == (2 if there else 0)
-    assert there or "a command that wrote it was killed" in capsys.readouterr().err
-    assert contents(folder / "hf") == contents(folder / "whole-hf")
-    assert not [*folder.glob("hf.tmp-" + "?" * 16)]

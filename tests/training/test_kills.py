@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from random import Random
 from unittest import mock
 
 import pytest
@@ -270,34 +269,3 @@ def test_an_error_is_told_before_a_save_in_the_background_is_waited_for_and_does
     assert "told 70 KeyError: 'in the loop'" in code.output
     (beside,) = re.findall(r"heard beside \['(.*)'\]", code.output)
     assert beside.startswith("step-00000002.tmp-")
-
-
-def soak(run, kills, seed):
-    """Kill ranks at random moments of a run that saves at every step; it never loses a committed save."""
-    random = Random(seed)
-    committed = 0
-    for number in range(kills):
-        changes = ["checkpoint.every=1", "checkpoint.keep=2", "timeout=20", f"stop_after={committed + 6}"]
-        changes.append(f"checkpoint.background={str(bool(number % 2)).lower()}")
-        point = random.choice(SOAKED)
-        fault = f"rank={random.randrange(2)};at={point};time={random.randint(1, 5)};act=kill"
-        codes = run.ranks(*changes, fault=fault)
-        assert {*codes} <= {-9, 0, 3}, [code.output for code in codes]
-        saved = run.steps_saved  # reads every byte
-        assert (saved and saved[-1] >= committed) or not committed, (saved, committed, fault)
-        committed = saved[-1] if saved else 0
-    assert run.ranks("checkpoint.every=0", f"stop_after={committed + 2}") == [0, 0]
-    assert run.steps_saved[-1] == committed + 2
-    lines = read_metrics(run.out / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [*range(committed + 2)]
-
-
-SOAKED = [
-    *("step.forward", "checkpoint.before_data", "checkpoint.amid_data", "checkpoint.after_data"),
-    *("checkpoint.before_manifest", "commit.before_rename", "commit.after_rename", "commit.amid_removal"),
-]
-
-
-@pytest.mark.slow  # test_kill_campaign.py kills at random moments in the default suite too
-def test_kills_at_random_moments_lose_nothing_that_was_committed_K19(make):
-    soak(make(1000), 50, seed=50)

@@ -140,25 +140,6 @@ def test_a_master_that_does_not_answer_is_one_line_on_each_rank(make):
     assert alone == 3 and "rank 1 missing" in alone.output and alone.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["train", "generate"])
-@pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("WORLD_SIZE", "-2"), ("MASTER_PORT", "x")])
-def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
-    make, command, name, value, monkeypatch, capsys
-):
-    good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for one, said in (good | {name: value}).items():
-        monkeypatch.setenv(one, said)
-    monkeypatch.setattr("trilith.system.process_info.end_with_parent", lambda: None)
-    run_ = make(2)
-    # Any folder: one that is not there would be refused first.
-    words = {"train": [str(run_.recipe)], "generate": [str(run_.recipe.parent), "-p", "x", "--tensor", "2"]}
-    assert run([command, *words[command]]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(f"error: environment: {name}: expected a whole number")
-    assert errors.count("\n") == 1
-    assert not run_.out.exists()
-
-
 def test_ranks_that_open_their_own_store_train_too(make):
     port = str(free_port())
     run = make(2)

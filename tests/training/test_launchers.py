@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.forked_launch import torchrun_forked
+from support.forked_launch import OF_LAUNCHERS, torchrun_forked
+from support.kills import wait_for
+from support.pages import Page
 from trilith.cli.app import run
 from trilith.cli.train import train as train_command
 from trilith.runs.events import read_events
@@ -21,8 +23,8 @@ from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 from trilith.training import run as train
 
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+PAGE = Page.read("docs/clusters.md")
+OURS = (*OF_LAUNCHERS, "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def free_port(first=20_000, last=29_999):
@@ -96,23 +98,13 @@ def test_a_process_group_that_is_there_is_refused_in_one_line(make):
         assert code.output.count("\n") == 1
 
 
-def blocks(language):
-    """Return the page's blocks of code in this language."""
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def script():
-    return next(text for text in blocks("python") if text.startswith("# train.py"))
-
-
 def command(first):
     """Return the page's command that begins so."""
-    lines = [line for text in blocks("text") for line in text.splitlines() if line.startswith(first)]
-    return shlex.split(lines[0], comments=True)
+    return shlex.split(re.findall(rf"^{first} .*$", PAGE.text, re.MULTILINE)[0], comments=True)
 
 
 def test_the_page_s_lines_for_ray_train_are_python():
-    (text,) = [text for text in blocks("python") if "TorchTrainer" in text]
+    (text,) = [text for text in PAGE.blocks("python") if "TorchTrainer" in text]
     compile(text, str(PAGE), "exec")
     assert text.index("destroy_process_group()") < text.index("run(")
 
@@ -126,11 +118,12 @@ def start(words, folder=None, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun --nproc-per-node", "accelerate"])
 def test_the_page_s_lines_train_under_their_launcher(make, launcher):
     run = make(2)
-    (run.folder / "train.py").write_text(script())
-    words = [{"8": "2"}.get(word, word) for word in command(f"{launcher} ")]
+    (script,) = [text for text in PAGE.blocks("python") if text.startswith("# train.py")]
+    (run.folder / "train.py").write_text(script)
+    words = [{"8": "2"}.get(word, word) for word in command(launcher)]
     words[0] = str(Path(sys.executable).parent / words[0])
     check_all_train([start(words, run.folder, ACCELERATE_USE_CPU="true")])
     assert run.steps_saved == [2]
@@ -158,32 +151,20 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     assert run.steps_saved == [2]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 AGENTS = 2
-
-
-def shown():
-    (command,) = re.findall(
-        r"^(torchrun --nnodes .* trilith train .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return str(command)
-
-
-def filled_in(recipe):
-    """Return torchrun's words with the placeholders filled in, and one rank a host in place of eight."""
-    values = {"HOST:29400": f"localhost:{free_port()}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
-    return [values.get(word, word) for word in shlex.split(shown().removeprefix("torchrun "))]
+TWO_HOSTS = command("torchrun --nnodes")
 
 
 def test_the_command_in_the_help_is_the_one_of_the_page():
     help_text = " ".join((train_command.__doc__ or "").split())
-    assert shown() in help_text.replace("\\ ", "")
+    assert " ".join(TWO_HOSTS) in help_text.replace("\\ ", "")
 
 
 def test_two_hosts_that_start_the_page_s_command_train_together(make):
     """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
-    made = make(4)
-    words = filled_in(made.recipe)
+    made, host = make(4), f"localhost:{free_port()}"
+    values = {"HOST:29400": host, "NAME": "a-run", "recipe.toml": str(made.recipe), "8": "1"}
+    words = [values.get(word, word) for word in TWO_HOSTS[1:]]
     assert words[words.index("--nnodes") + 1] == str(AGENTS)
     given = run, words, str(made.folder)
     codes = run_fresh(torchrun_forked, AGENTS, *given, process_group=False, timeout=180)
@@ -204,10 +185,7 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_last_checkpoint(make):
     command += ["trilith.cli", "train", str(run.recipe), "--quiet", "timeout=20", "checkpoint.every=10"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while len(read_metrics(run.out / "metrics.jsonl")) < 15:
-        assert process.poll() is None and time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
+    wait_for(lambda: len(read_metrics(run.out / "metrics.jsonl")) >= 15, 120)
     killed = run.status(1)["pid"]
     os.kill(int(killed), signal.SIGKILL)
     _, errors = process.communicate(timeout=120)

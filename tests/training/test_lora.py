@@ -4,14 +4,12 @@ import peft
 import pytest
 import torch
 from support.configs import TINY_GLM, TINY_LLAMA
-from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert, differences, load, read_adapter, read_source
 from trilith.cli.app import run as trilith
-from trilith.layers import gather_logits
 from trilith.machine.random_files import write_hf_folder
 from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
@@ -63,26 +61,6 @@ test_a_run_of_adapters_that_stops_and_goes_on_equals_one_that_was_never_stopped 
     StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
     StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
 )
-
-
-def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path, base, tokens):
-    train(recipe(tmp_path / "run", base, tokens, dtype="float32", layout={"data": 2, "zero": 3}))
-    before = {path.name: path.read_bytes() for path in base.iterdir()}
-    convert(tmp_path / "run", tmp_path / "adapter")
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
-    ids = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, plain = theirs(ids).logits, theirs.get_base_model()
-        for ours in (load(tmp_path / "run").model, load(base, adapter=tmp_path / "adapter").model):
-            logits = gather_logits(ours(ids), 131)
-            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-        with theirs.disable_adapter():
-            assert float((plain(ids).logits - expected).abs().max()) > 1e-2
-    theirs.save_pretrained(tmp_path / "again")
-    assert_same(weights(tmp_path / "again"), weights(tmp_path / "adapter"))
-    returned = read_adapter(tmp_path / "again", read_source(base))
-    assert not list(differences(returned, read_source(tmp_path / "run")))
-    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
 def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, base, tokens, trained):

@@ -6,7 +6,7 @@ from support.refusals import refusal_of
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import Stage
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
@@ -81,71 +81,16 @@ def test_evaluation_is_one_processs_in_every_layout_and_leaves_training_as_it_wa
             assert numbers == pytest.approx(expected, rel=1e-10), layout
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x):
-        y = self.linear(x)
-        return y
-
-
-def plain_step(loss, samples=None, micro_batch=2):
-    model = Plain().double()
-    return float(Step(model, loss, micro_batch=micro_batch)(samples or batch(0)))
-
-
-def a_mean(given, samples):
-    return F.mse_loss(given, samples["x"]), given.numel()
-
-
-def a_sum(given, samples):
-    return F.mse_loss(given, samples["x"], reduction="sum"), given.numel()
-
-
-def a_mean_and_one(given, samples):
-    return F.mse_loss(given, samples["x"]), 1
-
-
-def a_drawn_sum(given, samples):
-    return (given + torch.randn_like(given)).square().sum(), len(given)
-
-
-def a_contrast(given, samples):
-    scores = given.flatten(1) @ given.flatten(1).T
-    return F.cross_entropy(scores, torch.arange(len(given)), reduction="sum"), len(given)
-
-
-def nothing_counts(given, samples):
-    return (given * 0).sum(), 0
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 8])
-def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch):
-    with pytest.raises(BadInput, match="expected the sum of the losses, with their number, found a mean"):
-        plain_step(a_mean, micro_batch=micro_batch)
-    for right in (a_sum, a_mean_and_one, a_drawn_sum, a_contrast, nothing_counts):
-        plain_step(right, micro_batch=micro_batch)
-
-
-def test_counts_below_one_divide_as_they_are():
-    torch.manual_seed(0)
-
-    def loss(given, samples):
-        nothing = given.sum() - given.sum().detach()  # but a gradient, without which a step is refused
-        return 0.01 * samples["x"].sum() + nothing, 0.01 * len(given)
-
-    weighted = plain_step(loss)
-    assert weighted == pytest.approx(float(batch(0)["x"].sum() / 8), rel=1e-12)
-
-
 class Tensors(Net):
     """Give a tensor from the last stage instead."""
 
     def forward(self, h=None, *, x, stage=None):
         given = super().forward(h, x=x, stage=stage)
         return torch.cat([*given.values()], -1) if isinstance(given, dict) else given
+
+
+def a_mean(given, samples):
+    return F.mse_loss(given, samples["x"]), given.numel()
 
 
 class Early(Net):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support.configs import TINIEST_LLAMA, TINY_GLM
+from support.configs import TINY_GLM
 from support.families import model_of
 from support.refusals import refusal_of
 from support.short_runs import built
@@ -26,7 +26,6 @@ from trilith.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from trilith.models import family_of
 from trilith.parallel_state import (
     Layout,
     ParallelState,
@@ -38,6 +37,7 @@ from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, Step, make_adamw, shard_over_data
+from trilith.training.zero_on_fsdp import find_blocks
 
 
 def made(layout):
@@ -86,15 +86,6 @@ def test_a_zoo_model_goes_on_in_any_layout_from_what_save_wrote(tmp_path):
     model = load(tmp_path / "parts" / "step-00000006", dtype=torch.float64).model
     assert torch.equal(model.embed.weight[:131], found["embed.weight"])
     assert load(tmp_path / "hf", model).step == 0
-
-
-def test_weights_alone_are_saved_without_an_optimizer(tmp_path):
-    family = family_of(TINIEST_LLAMA)
-    model = family.build(family.from_hf(TINIEST_LLAMA), device="cpu")
-    folder = save(tmp_path, model, step=7)
-    other = family.build(family.from_hf(TINIEST_LLAMA), device="cpu")
-    assert load(folder, other).step == 7
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 LAYERS = {
@@ -310,3 +301,13 @@ def test_inspect_does_not_count_a_routers_bias(tmp_path, capsys):
         said = capsys.readouterr().out
         assert any(f"{count:,} parameters" in said for count in (trained, trained - padding))
         assert f"{trained + 2 * 8:,} parameters" not in said
+
+
+def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    model = nn.Module()
+    model.enter, model.blocks = nn.Linear(2, 2), nn.ModuleList(layers)
+    nested = nn.Sequential(nn.Sequential(*layers), nn.ReLU())
+    grouped = nn.ModuleList([nn.ModuleDict({"a": nested[0], "b": nested[0]})])  # a dict computes nothing
+    assert find_blocks(model) == layers and find_blocks(nn.Linear(2, 2)) == []
+    assert find_blocks(nested) == find_blocks(grouped) == [nested[0]]

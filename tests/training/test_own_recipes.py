@@ -6,6 +6,7 @@ import math
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from trilith.planner.search.request import request_of
 from trilith.planner.time import machine_named
 from trilith.ranks import RankError
 from trilith.ranks.pool import run_parallel
+from trilith.recipes.recipe import _changed as changed
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
@@ -44,14 +46,16 @@ MODELS = {
 }
 
 
+def data_of(name, folder):
+    _, _, items = MODELS[name]
+    return {"module": f"{EXAMPLES / 'own_data.py'}:{items}"} if items else {"tokens": str(folder / "tokens")}
+
+
 def recipe(name, folder, out="run", **changes):
-    model, loss, items = MODELS[name]
+    model, loss, _ = MODELS[name]
     file = EXAMPLES / f"{name}_parallel.py"
-    data = {"global_batch": 4, "micro_batch": 1}
-    if items is None:
-        data |= {"tokens": str(folder / "tokens"), "sequence_length": 16}
-    else:
-        data |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
+    data = {"global_batch": 4, "micro_batch": 1} | data_of(name, folder)
+    data |= {"sequence_length": 16} if "tokens" in data else {}
     raw = {
         "out": str(folder / out), "steps": 3, "seed": 3, "device": "cpu", "dtype": "float64",
         "model": {"module": f"{file}:{model}"}, "loss": {"module": f"{file}:{loss}"}, "data": data,
@@ -89,12 +93,9 @@ def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_la
     name, pairs, tokens, tmp_path
 ):
     folder = tokens if name == "latent" else tmp_path
-    held_out = {"evaluation": {"every": 3, "samples": 8}}
-    _, _, items = MODELS[name]
-    if items is None:
-        held_out["evaluation"]["tokens"] = str(folder / "tokens")
-    else:
-        held_out["evaluation"] |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}", "arguments": {"seed": 1}}
+    held_out = {"evaluation": {"every": 3, "samples": 8} | data_of(name, folder)}
+    if "module" in held_out["evaluation"]:
+        held_out["evaluation"]["arguments"] = {"seed": 1}
     whole = train(recipe(name, folder, f"{name}-whole", **held_out))
     expected, weights = losses(folder / f"{name}-whole"), whole_tensors(folder / f"{name}-whole")
     assert expected[-1] != expected[0] and len(expected) == 3
@@ -172,16 +173,19 @@ def test_a_plain_class_trains_over_data_ranks(tmp_path):
     assert losses(tmp_path / "two") == [pytest.approx(step, abs=1e-10) for step in losses(tmp_path / "one")]
 
 
+def with_factor(file, line):
+    """Return changes of a recipe: a class whose constructor makes, in this line, a factor of its output."""
+    text = (EXAMPLES / "vit_plain.py").read_text()
+    made = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
+    file.write_text(made.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
+    return {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+
+
 def test_what_a_constructor_computes_is_there(tmp_path):
     """A model is made without memory where that loses nothing: a buffer would be lost."""
-    text = (EXAMPLES / "vit_plain.py").read_text()
     kept = "self.register_buffer('factor', torch.full((1,), 3.0), persistent=False)"
     for name, line in (("buffer", kept), ("number", "self.factor = 3.0")):
-        file = tmp_path / f"{name}.py"
-        changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
-        file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
-        module = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
-        train(recipe("vit", tmp_path, name, **module))
+        train(recipe("vit", tmp_path, name, **with_factor(tmp_path / f"{name}.py", line)))
     assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
 
 
@@ -243,12 +247,8 @@ def losses_after_numbers(raw, count):
 
 
 def test_what_a_constructor_draws_follows_the_seed(tmp_path):
-    text = (EXAMPLES / "vit_plain.py").read_text()
     line = "self.register_buffer('factor', torch.rand(1) + 1, persistent=False)"
-    file = tmp_path / "drawn.py"
-    changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
-    file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
-    own = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+    own = with_factor(tmp_path / "drawn.py", line)
     first, second, third = (
         run_parallel(
             losses_after_numbers, 1, recipe("vit", tmp_path, f"drawn-{number}", **own, seed=seed), number
@@ -414,15 +414,9 @@ class Counting(Loss):
 
 @pytest.mark.parametrize("name", ["latent", "vit"])
 def test_a_loss_that_counts_labels_is_evaluated(name, tokens, tmp_path):
-    _, _, items = MODELS[name]
-    held_out = (
-        {"tokens": str(tokens / "tokens")}
-        if items is None
-        else {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
-    )
-    file = tmp_path / "counting.py"
-    file.write_text(COUNTING)
-    changes = {"loss": {"module": f"{file}:Counting"}, "evaluation": held_out | {"samples": 8}}
+    (file := tmp_path / "counting.py").write_text(COUNTING)
+    held_out = data_of(name, tokens) | {"samples": 8}
+    changes = {"loss": {"module": f"{file}:Counting"}, "evaluation": held_out}
     (step,) = train(recipe(name, tokens, f"counted-{name}", steps=1, **changes))
     assert math.isfinite(step.evaluation_loss)
 
@@ -551,224 +545,137 @@ number = 3
 BESIDE = {
     "config": ("absent", "config.json"),
     "size": ("absent", "smollm2-135m"),
-    "mtp": ("absent", 0.3),
+    "mtp": ("absent", "0.3"),
     "implementation": ("auto", "transformers"),
+}
+CUT = ("layout.context=2", "data.sequence_length=4")
+NO_LOSS = r"loss.module: expected a function of \(output, samples\), found alone\(output\)"
+NO_SAMPLE = "data: expected a sample x, which the model's forward takes, found y"
+APART = "layout.context: expected 1: the model sends nothing between context ranks"
+#: What is refused, in which words, and how the recipe is changed; a key without a value is left out.
+ROWS = {
+    "no such file": ("module: expected a Python file, found no file .*none.py", "model.module=none.py:A"),
+    "no such class": ("expected a name in own.py, found Nett. Nearest: Net", "model.module=FILE:Nett"),
+    "no name": (r"model.module: .*file.py:Name, such as", "model.module=own.py"),
+    "no module": ("expected a subclass of torch.nn.Module, found Rows", "model.module=FILE:Rows"),
+    "an argument that it lacks": (
+        r"model.arguments: expected the keywords of Net\(dim, \*, state=None\), found dmi. Nearest: dim",
+        "model.arguments={dmi = 3}",
+    ),
+    "an argument that is not there": ("missing a required argument: 'dim'", "model.arguments={}"),
+    "arguments that it refuses": (
+        r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
+        "model.arguments.dim=10",
+    ),
+    "arguments alone": (
+        "model.arguments: expected model.module, a model of your own, beside it",
+        *("model.module", "model.size=smollm2-135m"),
+    ),
+    "a loss that is none": (
+        "expected a Loss, a class of it, or a function .* found NoLoss",
+        "loss.module=FILE:NoLoss",
+    ),
+    "a number as loss": ("loss.module: expected a Loss.* found int", "loss.module=FILE:number"),
+    "an argument that a loss lacks": (
+        r"loss.arguments: expected the keywords of total\(output, samples\), found x",
+        "loss.arguments.x=1",
+    ),
+    "arguments of an object": (
+        "loss.arguments: expected none for an object, found x",
+        *("loss.module=FILE:cut", "loss.arguments.x=1"),
+    ),
+    "no data": (
+        "data.tokens: expected a token file, or data sets of your own in module, found neither",
+        "data.module",
+    ),
+    "both data": ("data.module: expected none beside tokens", "data.tokens=tokens", "data.sequence_length=4"),
+    "an empty set": ("a data set with at least one item, found none", "data.arguments.kind=empty"),
+    "a set that breaks": (
+        "0: expected an item, found KeyError: 'nothing there'",
+        "data.arguments.kind=breaks",
+    ),
+    "an item that is no dict": (
+        "item 0: expected a dict of tensors by name, found list",
+        "data.arguments.kind=list",
+    ),
+    "an item of a list": ("found 'x': list. torch.as_tensor", "data.arguments.kind=array"),
+    "items of two lengths": (
+        r"item \d: expected x: float32 \[2\], as in the first item, found float32 \[\d\]. Pad",
+        "data.arguments.kind=uneven",
+    ),
+    "a sample that is missing": (NO_SAMPLE, "data.arguments.kind=other"),
+    "a sample that is missing without a bare star": (
+        NO_SAMPLE,
+        *("model.module=FILE:Plain", "data.arguments.kind=other"),
+    ),
+    "a first input that is missing": (
+        "data: expected a sample y, which the model's forward takes, found x",
+        "model.module=FILE:First",
+    ),
+    "held-out items without a sample": (
+        "evaluation: expected a sample x, which the model's forward takes, found y",
+        *("evaluation.module=FILE:Rows", "evaluation.arguments.kind=other", "evaluation.samples=4"),
+    ),
+    "a loss without its argument": (
+        r"loss.arguments: expected those of weighted\(output, samples, weight\), found missing .*'weight'",
+        "loss.module=FILE:weighted",
+    ),
+    "an argument in the output's place": (
+        r"loss.arguments: expected those of weighted.* found multiple values for argument 'output'",
+        *("loss.module=FILE:weighted", "loss.arguments={output = 1, weight = 2}"),
+    ),
+    "a loss of the output alone": (NO_LOSS, "loss.module=FILE:alone"),
+    "the function of an object": (NO_LOSS, "loss.module=FILE:short"),
+    "a dim that the sample lacks": (
+        "expected a dim of x, which has 3, found 3",
+        *CUT,
+        "loss.module=FILE:deep",
+    ),
+    "a dim that is no number": ("expected a dim of x, which has 3, found '1'", *CUT, "loss.module=FILE:word"),
+    "a list of arguments": ("data.arguments: expected a table, or a list of 1", "data.arguments=[{}, {}]"),
+    "shares": ("data.weights: expected 1 number,", "data.weights=[1.0, 2.0]"),
+    "documents of items": ("documents: expected absent with data.module", "data.documents=separate"),
+    "a split": ("layout.split: expected absent for a class without the keyword split", "layout.split=[1]"),
+    "context without a sequence": ("context: expected 1 for a loss that names no sequence", *CUT),
+    "context where nothing is exchanged": (APART, *CUT, "loss.module=FILE:cut"),
+    "a dim that counts from the last one": (
+        APART,
+        *(*CUT, "model.module=FILE:Piece", "loss.module=FILE:behind"),
+    ),
+    "a forward that ends the process": (
+        "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3",
+        *(*CUT, "model.module=FILE:Leaves", "loss.module=FILE:cut"),
+    ),
+    "another length": (
+        "data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
+        *("layout.context=2", "data.sequence_length=8", "loss.module=FILE:cut"),
+    ),
+    "smoothing": ("smoothing: expected 0: a module's loss is its own", "optimizer.label_smoothing=0.1"),
+    **{
+        f"{key} beside": (f"model.{key}: expected {want} beside model.module", f"model.{key}={text}")
+        for key, (want, text) in BESIDE.items()
+    },
 }
 
 
-def own(why, says, call=None, **changes):
-    """A recipe of such a file that is refused before anything starts."""
-
-    def raw(folder):
-        file = f"{folder}/own.py"
-        made = {
-            "out": str(folder / "run"), "steps": 1, "device": "cpu",
-            "model": {"module": f"{file}:Net", "arguments": {"dim": 4}}, "loss": {"module": f"{file}:total"},
-            "data": {"module": f"{file}:Rows", "global_batch": 4},
-        }  # fmt: skip
-        for key, value in changes.items():
-            for name, entry in value.items():
-                text = entry.replace("FILE", file) if isinstance(entry, str) else entry
-                section = made.setdefault(key, {})
-                section.pop(name, None) if text is None else section.__setitem__(name, text)
-        return made
-
-    def refuse(folder):
-        checked = check_run(parse_recipe(raw(folder)))
-        assert checked.own is not None
-        checked.own.items.rows(0, range(4))
-
-    return Refused(why, refuse, says, given=lambda folder: (folder / "own.py").write_text(OWN))
+def check_own(words, folder):
+    file = f"{folder}/own.py"
+    raw = {
+        "out": str(folder / "run"), "steps": 1, "device": "cpu",
+        "model": {"module": f"{file}:Net", "arguments": {"dim": 4}}, "loss": {"module": f"{file}:total"},
+        "data": {"module": f"{file}:Rows", "global_batch": 4},
+    }  # fmt: skip
+    for section, key in (word.split(".") for word in words if "=" not in word):
+        del raw[section][key]
+    changed(raw, [word.replace("FILE", file) for word in words if "=" in word])
+    checked = check_run(parse_recipe(raw))
+    assert checked.own is not None
+    checked.own.items.rows(0, range(4))
 
 
 test_what_a_recipe_of_ones_own_cannot_say = refusals(
-    own(
-        "no such file",
-        "model.module: expected a Python file, found no file .*none.py",
-        model={"module": "none.py:A"},
-    ),
-    own(
-        "no such class", "expected a name in own.py, found Nett. Nearest: Net", model={"module": "FILE:Nett"}
-    ),
-    own("no name", r"model.module: .*file.py:Name, such as", model={"module": "own.py"}),
-    own("no module", "expected a subclass of torch.nn.Module, found Rows", model={"module": "FILE:Rows"}),
-    own(
-        "an argument that it lacks",
-        r"model.arguments: expected the keywords of Net\(dim, \*, state=None\), found dmi. Nearest: dim",
-        model={"arguments": {"dmi": 3}},
-    ),
-    own("an argument that is not there", "missing a required argument: 'dim'", model={"arguments": {}}),
-    own(
-        "arguments that it refuses",
-        r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
-        model={"arguments": {"dim": 10}},
-    ),
-    own(
-        "arguments alone",
-        "model.arguments: expected model.module, a model of your own, beside it",
-        model={"module": None, "size": "smollm2-135m"},
-    ),
-    own(
-        "a loss that is none",
-        "expected a Loss, a class of it, or a function .* found NoLoss",
-        loss={"module": "FILE:NoLoss"},
-    ),
-    own("a number as loss", "loss.module: expected a Loss.* found int", loss={"module": "FILE:number"}),
-    own(
-        "an argument that a loss lacks",
-        r"loss.arguments: expected the keywords of total\(output, samples\), found x",
-        loss={"arguments": {"x": 1}},
-    ),
-    own(
-        "arguments of an object",
-        "loss.arguments: expected none for an object, found x",
-        loss={"module": "FILE:cut", "arguments": {"x": 1}},
-    ),
-    own(
-        "no data",
-        "data.tokens: expected a token file, or data sets of your own in module, found neither",
-        data={"module": None},
-    ),
-    own(
-        "both data",
-        "data.module: expected none beside tokens",
-        data={"tokens": "tokens", "sequence_length": 4},
-    ),
-    own(
-        "an empty set", "a data set with at least one item, found none", data={"arguments": {"kind": "empty"}}
-    ),
-    own(
-        "a set that breaks",
-        "item 0: expected an item, found KeyError: 'nothing there'",
-        data={"arguments": {"kind": "breaks"}},
-    ),
-    own(
-        "an item that is no dict",
-        "item 0: expected a dict of tensors by name, found list",
-        data={"arguments": {"kind": "list"}},
-    ),
-    own("an item of a list", "found 'x': list. torch.as_tensor", data={"arguments": {"kind": "array"}}),
-    own(
-        "items of two lengths",
-        r"item \d: expected x: float32 \[2\], as in the first item, found float32 \[\d\]. Pad",
-        data={"arguments": {"kind": "uneven"}},
-    ),
-    own(
-        "a sample that is missing",
-        "data: expected a sample x, which the model's forward takes, found y",
-        data={"arguments": {"kind": "other"}},
-    ),
-    own(
-        "a sample that is missing without a bare star",
-        "data: expected a sample x, which the model's forward takes, found y",
-        model={"module": "FILE:Plain"},
-        data={"arguments": {"kind": "other"}},
-    ),
-    own(
-        "a first input that is missing",
-        "data: expected a sample y, which the model's forward takes, found x",
-        model={"module": "FILE:First"},
-    ),
-    own(
-        "held-out items without a sample",
-        "evaluation: expected a sample x, which the model's forward takes, found y",
-        evaluation={"module": "FILE:Rows", "arguments": {"kind": "other"}, "samples": 4},
-    ),
-    own(
-        "a loss without its argument",
-        r"loss.arguments: expected those of weighted\(output, samples, weight\), found missing .*'weight'",
-        loss={"module": "FILE:weighted"},
-    ),
-    own(
-        "an argument in the output's place",
-        r"loss.arguments: expected those of weighted.* found multiple values for argument 'output'",
-        loss={"module": "FILE:weighted", "arguments": {"output": 1, "weight": 2}},
-    ),
-    own(
-        "a loss of the output alone",
-        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
-        loss={"module": "FILE:alone"},
-    ),
-    own(
-        "the function of an object",
-        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
-        loss={"module": "FILE:short"},
-    ),
-    own(
-        "a dim that the sample lacks",
-        r"loss.module: expected a dim of x, which has 3, found 3",
-        layout={"context": 2},
-        data={"sequence_length": 4},
-        loss={"module": "FILE:deep"},
-    ),
-    own(
-        "a dim that is no number",
-        r"loss.module: expected a dim of x, which has 3, found '1'",
-        layout={"context": 2},
-        data={"sequence_length": 4},
-        loss={"module": "FILE:word"},
-    ),
-    own(
-        "a list of arguments",
-        "data.arguments: expected a table, or a list of 1",
-        data={"arguments": [{}, {}]},
-    ),
-    own("shares", "data.weights: expected 1 number,", data={"weights": [1.0, 2.0]}),
-    own(
-        "documents of items",
-        "data.documents: expected absent with data.module",
-        data={"documents": "separate"},
-    ),
-    own(
-        "a split",
-        "layout.split: expected absent for a class without the keyword split",
-        layout={"split": [1]},
-    ),
-    own(
-        "context without a sequence",
-        "context: expected 1 for a loss that names no sequence",
-        layout={"context": 2},
-        data={"sequence_length": 4},
-    ),
-    own(
-        "context where nothing is exchanged",
-        "layout.context: expected 1: the model sends nothing between context ranks",
-        layout={"context": 2},
-        data={"sequence_length": 4},
-        loss={"module": "FILE:cut"},
-    ),
-    own(
-        "a dim that counts from the last one",
-        "layout.context: expected 1: the model sends nothing between context ranks",
-        model={"module": "FILE:Piece"},
-        layout={"context": 2},
-        data={"sequence_length": 4},
-        loss={"module": "FILE:behind"},
-    ),
-    own(
-        "a forward that ends the process",
-        "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3",
-        model={"module": "FILE:Leaves"},
-        layout={"context": 2},
-        data={"sequence_length": 4},
-        loss={"module": "FILE:cut"},
-    ),
-    own(
-        "another length",
-        "data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
-        layout={"context": 2},
-        data={"sequence_length": 8},
-        loss={"module": "FILE:cut"},
-    ),
-    own(
-        "smoothing",
-        "optimizer.label_smoothing: expected 0: a module's loss is its own",
-        optimizer={"label_smoothing": 0.1},
-    ),
-    *(
-        own(f"{key} beside", f"model.{key}: expected {want} beside model.module", model={key: entry})
-        for key, (want, entry) in BESIDE.items()
-    ),
+    Refused(why, partial(check_own, words), says, given=lambda folder: (folder / "own.py").write_text(OWN))
+    for why, (says, *words) in ROWS.items()
 )
 
 

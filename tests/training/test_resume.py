@@ -4,13 +4,10 @@ import re
 import shutil
 
 import pytest
-from support.configs import TINY_GLM
 from support.folders import contents
-from support.short_runs import losses, tiny_recipe, train, whole_tensors
+from support.short_runs import losses, tiny_recipe, train
 from trilith.checkpoints import Manifest, read_source
 from trilith.cli.app import run
-from trilith.cli.app import run as command
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
@@ -131,25 +128,3 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(tmp_pat
     assert contents(newest.with_name("step-00000006.damaged")) == aside
     assert (newest.with_name("step-00000006.damaged-2") / "rank-00000-of-00001.safetensors").exists()
     assert read_source(newest).manifest is not None
-
-
-SCRATCH = {"config": TINY_GLM, "mtp": 0.3}
-
-
-def test_a_run_trains_its_blocks_and_another_layout_goes_on_from_the_export(tmp_path):
-    tokens, first = write_tokens(tmp_path / "tokens"), tmp_path / "first"
-    pipeline = {"pipeline": 2, "tensor": 1}
-    train(tiny_recipe(first, tokens, model=SCRATCH, layout=pipeline, steps=2))
-    assert command(["convert", str(first), str(tmp_path / "hf"), "--to", "hf"]) == 0
-    start = {"config": None, "init_from": str(tmp_path / "hf"), "mtp": 0.3}
-    for name, layout in (("alone", {}), ("pipeline", pipeline)):
-        train(tiny_recipe(tmp_path / name, tokens, model=start, layout=layout, steps=2))
-    begun, *ended = (whole_tensors(tmp_path / name) for name in ("first", "alone", "pipeline"))
-    one, two = (losses(tmp_path / name)[-1] for name in ("alone", "pipeline"))
-    assert one == pytest.approx(two, rel=1e-12)
-    assert begun.keys() == ended[0].keys() == ended[1].keys()
-    moved = [name for name in begun if name.startswith("mtp.") and not name.endswith("router.bias")]
-    assert len(moved) > 15
-    for name in moved:
-        assert not (begun[name] == ended[0][name]).all(), name
-        assert float((ended[0][name] - ended[1][name]).abs().max()) < 1e-12, name

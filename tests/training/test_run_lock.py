@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.forked_launch import forget_the_launcher
 from support.kills import Campaign, wait_for
 from trilith.cli.app import run
 from trilith.cluster import job as job_module
@@ -58,11 +59,6 @@ def everything(folder):
     return {
         str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes()) for path in paths
     }
-
-
-def forget_the_launcher():
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        os.environ.pop(name, None)
 
 
 def start_impatiently(arguments, launched):
@@ -148,18 +144,6 @@ def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path):
     finally:
         os.dup2(before, 0)
         os.close(before)
-
-
-@pytest.mark.slow  # it waits for 40 s
-def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make):
-    run = make(6)
-    with run.launched(fault="rank=0;at=step.forward;step=4;act=sleep:30", timeout=120) as first:
-        wait_for(lambda: len(read_metrics(run.out / "metrics.jsonl")) >= 3, ended=first.ended)
-        code, errors = run.finish()
-        assert code == 2 and "waiting up to 10 s" in errors and "in use" in errors
-        code, errors = first.end()
-    assert code == 0, errors
-    assert run.steps_saved == [4, 6]
 
 
 def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said_and_no_other_file(tmp_path):

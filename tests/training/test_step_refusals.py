@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.refusals import Refused, refusals
 from torch import nn
+from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.training import Step, shard_batch
@@ -55,6 +56,37 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
             continue
         with pytest.raises(BadInput, match="found a mean"):
             run(X)
+
+
+def a_contrast(y, samples):
+    scores = y @ y.T
+    return F.cross_entropy(scores, torch.arange(len(y)), reduction="sum"), len(y)
+
+
+RIGHT = [
+    squares,
+    a_contrast,
+    lambda y, samples: (y.square().mean(), 1),
+    lambda y, samples: ((y + torch.randn_like(y)).square().sum(), len(y)),
+    lambda y, samples: ((y * 0).sum(), 0),
+]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch):
+    """Each sum here has another count, or is drawn anew, or is not of each row by itself."""
+    with pytest.raises(BadInput, match="expected the sum of the losses, with their number, found a mean"):
+        Step(Given(), lambda y, samples: (y.square().mean(), y.numel()), micro_batch=micro_batch)(X)
+    for right in RIGHT:
+        Step(Given(), right, micro_batch=micro_batch)(X)
+
+
+def test_counts_below_one_divide_as_they_are():
+    def loss(y, samples):
+        nothing = y.sum() - y.sum().detach()  # but a gradient, without which a step is refused
+        return 0.01 * samples["x"].sum() + nothing, 0.01 * len(y)
+
+    assert float(Step(Given(), loss, micro_batch=2)(X)) == pytest.approx(float(X["x"].sum() / 4), rel=1e-6)
 
 
 def stepped(why, says, loss=squares, samples=None, micro_batch=2, states=None, **options):

@@ -5,7 +5,7 @@ LoRA, skipped steps, routers' biases and vocabularies over three ranks have thei
 
 import pytest
 import torch
-from support.configs import TINY_GPT2, TINY_MIXTRAL, config
+from support.configs import TINY_GLM, TINY_GPT2, TINY_MIXTRAL, config
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, differences, stop_and_go
 from trilith.checkpoints import convert
@@ -103,6 +103,11 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
         [{}, {}],
         {**MIXTRAL, "layout": {"data": 4, "expert": 4, "zero": 3}},
         slow=True,
+    ),
+    StopAndGo(
+        "multi-token-prediction",
+        [{"layout": {"pipeline": 2}}, {}],
+        {"model": {"config": TINY_GLM, "mtp": 0.3}, "data": FEW, "steps": 2},
     ),
     StopAndGo("groups-in-one-layout", [ONE_PROCESS] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS),
     StopAndGo(

@@ -4,17 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from support.configs import config
 from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import ROUNDING, StopAndGo, differences, stopped_and_gone_on
-from trilith.checkpoints import load
 from trilith.cli.app import run
-from trilith.generation import generate
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import run_parallel
 
 #: Twelve heads: 2 and 3 ranks divide them. Vocabulary 131 takes 256 rows on 2 ranks, 384 on 3.
 TWELVE = config("tiny_llama_of_12_heads")
@@ -46,16 +41,6 @@ def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_p
         assert run(["convert", str(cut), str(again), "--to", "hf"]) == 0
         assert_same(weights(again), weights(hf))
         assert weights(hf)["model.embed_tokens.weight"].shape == (131, 12)
-
-
-def written_by(folder, layout):
-    model = load(folder, dtype=torch.float64, state=ParallelState.start(layout)).model
-    return generate(model, [[5, 17, 90], [77]], max_new_tokens=8)
-
-
-def test_three_ranks_generate_what_one_does(between):
-    expected = generate(load(between[1], dtype=torch.float64).model, [[5, 17, 90], [77]], max_new_tokens=8)
-    assert run_parallel(written_by, 3, between[1], Layout.of(tensor=3)) == [expected] * 3
 
 
 @pytest.mark.parametrize("kind", ["run", "run_version_2"])
