@@ -4,6 +4,7 @@ Source: ``megatron/training/arguments.py`` (names and defaults), ``checkpointing
 ``megatron/core/safe_globals.py`` (what else is pickled with them).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ NAMES = _Names.fromkeys(
         *(f"numpy.{at}.multiarray.{name}" for at in ("core", "_core") for name in ("_reconstruct", "scalar")),
     )
 )
+
+
+def nested(stored: object, levels: int) -> Iterator[tuple[str, object]]:
+    """Yield what lies in nested dicts, by dotted names; a dict that is named many times is walked once."""
+    level, seen = [("", stored)], set[int]()
+    for _ in range(levels):
+        below = []
+        for prefix, parent in level:
+            for key, child in parent.items() if isinstance(parent, dict) else ():
+                yield f"{prefix}{key}", child
+                if isinstance(child, dict) and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append((f"{prefix}{key}.", child))
+        level = below
+
+
 _LONGEST = 200
 #: What a tensor's numbers or a model's meaning depends on, if it is on; by Megatron's argument.
 _REFUSED = {
@@ -210,8 +227,6 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
     try:
         stated = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(path, expected="YAML", found=shown(str(error))) from None
     model = stated.get("model") if isinstance(stated, dict) else None
     if not isinstance(model, dict):

@@ -22,7 +22,7 @@ from ...storage.torch_archive import Maker, ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, nested, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.
@@ -99,10 +99,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _take_states(
-    checkpoint: ForeignCheckpoint,
-    states: dict[str, Catalog],
-    left: list[str],
-    common: Mapping[Any, Any],
+    checkpoint: ForeignCheckpoint, states: dict[str, Catalog], left: list[str], common: Mapping[Any, Any]
 ) -> None:
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
@@ -131,16 +128,14 @@ def _take_states(
 
 def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
-    level, seen = [stored], set[int]()  # a dict that a file names many times is walked once
-    for _ in range(6):
-        groups = [node["param_groups"] for node in level if isinstance(node, dict) and "param_groups" in node]
-        for group in (group for group_list in groups if isinstance(group_list, list) for group in group_list):
-            if isinstance(group, dict) and type(group.get("step")) is int:
-                return int(group["step"])
-        children = {id(child): child for node in level if isinstance(node, dict) for child in node.values()}
-        level = [child for key, child in children.items() if key not in seen]
-        seen |= children.keys()
-    return None
+    steps = (
+        int(group["step"])
+        for name, groups in nested(stored, 6)
+        if name.endswith("param_groups") and isinstance(groups, list)
+        for group in groups
+        if isinstance(group, dict) and type(group.get("step")) is int
+    )
+    return next(steps, None)
 
 
 def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalog:
@@ -153,13 +148,8 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
     for name, state in states.items():
         if (weight := checkpoint.tensors.get(name)) is None:
             todo = "The optimizer and the model are not of one checkpoint"
-            raise BadInput(
-                checkpoint.path,
-                f"{kind} of {shown(name)}",
-                expected="a weight of that name",
-                found="none",
-                todo=todo,
-            )
+            key, expected = f"{kind} of {shown(name)}", "a weight of that name"
+            raise BadInput(checkpoint.path, key, expected=expected, found="none", todo=todo)
         if state.shape == weight.shape:
             shaped[name] = state
             continue
