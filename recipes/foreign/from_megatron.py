@@ -7,14 +7,7 @@ from ...system import counted
 from .megatron_arguments import Arguments
 from .megatron_layout import layout, steps_and_schedule
 from .megatron_model import model_shape
-from .translation import (
-    ForeignConfig,
-    RecipeDraft,
-    half_dtype,
-    reason_of,
-    set_compute,
-    set_loss_scale,
-)
+from .translation import ForeignConfig, RecipeDraft, half_dtype, reason_of, set_compute, set_loss_scale
 
 
 def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None) -> RecipeDraft:
@@ -69,14 +62,12 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
         dtype = "float8"
         if (scaling := config.text("fp8_recipe") or "delayed") != "tensorwise":
             draft.miss("fp8_recipe", scaling, "scales are made from the numbers at hand, one a tensor")
-    if dtype is not None:
-        set_compute(draft, dtype)
+    set_compute(draft, dtype)
     if dtype == "float16":
         static = config.number("loss_scale")
         initial = static or config.number("initial_loss_scale", 2.0**32) or 1.0
         set_loss_scale(config, draft, initial, static=bool(static))
-    if config.flag("grad_reduce_in_bf16"):
-        draft.set("reduce", "bfloat16")
+    draft.set("reduce", "bfloat16" if config.flag("grad_reduce_in_bf16") else None)
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -91,16 +82,13 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
     granularity, blocks = config.text("recompute_granularity"), config.whole("recompute_num_layers", least=1)
-    method = config.text("recompute_method")
-    if granularity == "full" and method == "block":
-        draft.set("memory.checkpointing", "full")
-        draft.miss("recompute_num_layers", blocks, "all blocks are computed again, or every n-th one")
-    elif granularity == "full":
-        draft.set("memory.checkpointing", "full", "by blocks")
-    elif granularity == "selective":
-        draft.set("memory.checkpointing", "selective", "all but matrix products and attention")
-    elif granularity is not None:
+    remarks = {None: "", "full": "by blocks", "selective": "all but matrix products and attention"}
+    if granularity not in remarks:
         raise config.bad("recompute_granularity", "full or selective", granularity)
+    first_blocks = config.text("recompute_method") == "block" and granularity == "full"
+    draft.set("memory.checkpointing", granularity, "" if first_blocks else remarks[granularity])
+    if first_blocks:
+        draft.miss("recompute_num_layers", blocks, "all blocks are computed again, or every n-th one")
 
 
 def _experts(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -159,8 +147,7 @@ def _token_files(draft: RecipeDraft, paths: Any) -> None:
     names, weights = _blend(draft, paths)
     remark = "with an index beside each: trilith tokenize PREFIX --from megatron --out PREFIX"
     draft.set("data.tokens", names if len(names) > 1 else names[0], remark)
-    if weights is not None and len(names) > 1:
-        draft.set("data.weights", weights)
+    draft.set("data.weights", weights if len(names) > 1 else None)
 
 
 def _blend(draft: RecipeDraft, paths: Any) -> tuple[list[str], list[float] | None]:
@@ -169,13 +156,9 @@ def _blend(draft: RecipeDraft, paths: Any) -> tuple[list[str], list[float] | Non
 
 
 def _saving(config: ForeignConfig, draft: RecipeDraft) -> None:
-    if steps := config.whole("save_interval"):
-        draft.set("checkpoint.every", steps)
-    if config.flag("async_save"):
-        draft.set("checkpoint.background", True)
-    if steps := config.whole("log_interval"):
-        draft.set("log_every", steps)
-    if config.value("tensorboard_dir"):
-        draft.set("watch.trackers", ["tensorboard"])
+    draft.set("checkpoint.every", config.whole("save_interval") or None)
+    draft.set("checkpoint.background", config.flag("async_save") or None)
+    draft.set("log_every", config.whole("log_interval") or None)
+    draft.set("watch.trackers", ["tensorboard"] if config.value("tensorboard_dir") else None)
     if (load := config.value("load")) and load != config.value("save"):
         draft.miss("load", load, reason_of("megatron", "pretrained_checkpoint"))

@@ -26,12 +26,9 @@ def layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> None
         todo = "Say the real number with --ranks"
         raise BadInput(draft.where, "ranks", expected=f"a multiple of {axes}", found=ranks, todo=todo)
     data = ranks // replica_size
-    for axis, size in sizes.items():
-        if size > 1:
-            draft.set(f"layout.{axis}", size)
+    draft.set_axes(**sizes)
     draft.set("layout.data", data)
-    if config.flag("sequence_parallel") and sizes["tensor"] > 1:
-        draft.set("layout.sequence", True)
+    draft.set("layout.sequence", (config.flag("sequence_parallel") and sizes["tensor"] > 1) or None)
     _zero(config, draft, data)
     _expert(config, draft, data * sizes["context"])
     expert_tensor = config.whole("expert_tensor_parallel_size", least=1)
@@ -45,8 +42,7 @@ def _expert(config: ForeignConfig, draft: RecipeDraft, ranks: int) -> None:
     """Set expert parallelism: as many of ``ranks``, those of data and context, as it divides."""
     expert = config.whole("expert_model_parallel_size", 1, least=1) or 1
     size = math.gcd(expert, ranks)
-    if size > 1:
-        draft.set("layout.expert", size)
+    draft.set_axes(expert=size)
     if size != expert:
         why = f"experts lie on the {counted(ranks, 'rank')} of data and context"
         draft.miss("expert_model_parallel_size", expert, why)
@@ -160,8 +156,7 @@ def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, wsd_decay: int
     if rate and style != "constant":
         draft.set("optimizer.minimum_ratio", minimum / rate, f"min_lr = {minimum:g}")
     if style == "WSD":
-        if wsd_decay:
-            draft.set("optimizer.decay", wsd_decay)
+        draft.set("optimizer.decay", wsd_decay or None)
         shape = config.text("lr_wsd_decay_style") or "exponential"
         draft.set("optimizer.decay_shape", _DECAY_SHAPES.get(shape, shape))
         if shape == "exponential":

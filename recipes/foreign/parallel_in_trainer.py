@@ -46,8 +46,7 @@ def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: 
         expected = f"sizes whose product is the {counted(ranks, 'rank')}"
         raise config.bad("parallelism_config", expected, sizes.ranks if stated else replica_size)
     section = config.section("parallelism_config")
-    if sizes.tensor > 1:
-        draft.set("layout.tensor", sizes.tensor)
+    draft.set_axes(tensor=sizes.tensor)
     if sizes.context > 1:
         ulysses = (section.whole("sp_size") or 1) > 1
         draft.set("layout.context", sizes.context, ULYSSES if ulysses else "")

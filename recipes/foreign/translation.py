@@ -62,7 +62,9 @@ class RecipeDraft:
         self.missed: list[str] = []
 
     def set(self, key: str, value: Any, remark: str = "") -> None:
-        """Set a key of the recipe; ``remark`` becomes a comment beside it."""
+        """Set a key of the recipe, unless its value is ``None``; ``remark`` becomes a comment beside it."""
+        if value is None:
+            return
         self.values[key] = value
         self.blanks.pop(key, None)
         if remark:
@@ -70,10 +72,15 @@ class RecipeDraft:
 
     def set_or_blank(self, key: str, value: Any) -> None:
         """Set a key, or leave it to the user if there is no value."""
+        self.set(key, value)
         if value is None:
             self.blank(key)
-        else:
-            self.set(key, value)
+
+    def set_axes(self, **sizes: int) -> None:
+        """Set the axes of the layout that have several ranks."""
+        for axis, size in sizes.items():
+            if size > 1:
+                self.set(f"layout.{axis}", size)
 
     def set_offload(self) -> None:
         self.set("memory.offload", True, "weights, gradients and moments together")
@@ -257,7 +264,7 @@ def half_dtype(config: ForeignConfig, key: str, *, fp16: bool, bf16: bool) -> st
     return "float16" if fp16 else "bfloat16" if bf16 else None
 
 
-def set_compute(draft: RecipeDraft, dtype: str) -> None:
+def set_compute(draft: RecipeDraft, dtype: str | None) -> None:
     """Set the data type of forward and backward."""
     draft.set("compute", dtype, "weights and moments stay in float32")
 
