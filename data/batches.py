@@ -137,19 +137,12 @@ class GlobalBatches(SampleOrder):
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
 
-    def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
-        """Return what data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
-
-        All int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
-        token, so a loss shifts nothing. ``positions`` unless every row is one run of joined text. The ranks'
-        pieces, in order, are the batch of ``data_size=1``.
-        ``BadInput`` where ``data_size`` does not divide ``global_batch``, or a token is not below the file's
-        ``vocab_size``.
-        """
-        return self.rows(step, piece_of(self.global_batch, data_index, data_size))
-
     def rows(self, step: int, rows: range) -> Batch:
-        """Return these rows, which follow one another, of the global batch of ``step``; it reads no other."""
+        """Return these rows, which follow one another, of the global batch of ``step``; it reads no other.
+
+        All int64 of shape ``[len(rows), sequence_length]``; ``positions`` unless every row is one run of
+        joined text. ``BadInput`` for a token that is not below the file's ``vocab_size``.
+        """
         sources, numbers = self.sample_ids(step, rows)
         shape = (len(numbers), self.sequence_length)
         ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)

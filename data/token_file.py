@@ -69,15 +69,11 @@ class TokenFile:
             check_size(paths.targets, count, f"one for each of {count} tokens")
         documents = read_documents(paths.documents, index)
         sums, target_sums = read_sums(paths.sums, index)
-        tokens = np.memmap(paths.tokens, dtype=dtype, mode="r")
-        checked, learnt, targets = CheckedFile(paths.tokens, tokens, sums), None, None
+        tokens, learnt = CheckedFile(paths.tokens, dtype, sums), None
         if index.targets:
-            targets = np.memmap(paths.targets, dtype=np.uint8, mode="r")
-            learnt = CheckedFile(paths.targets, targets, target_sums)
-        for file in filter(None, (checked, learnt)):
-            file.read(0, 1)
-            file.read(count - 1, count)
-        return cls(paths.name, index, tokens, documents, targets, checked, learnt)
+            learnt = CheckedFile(paths.targets, np.dtype(np.uint8), target_sums)
+        targets = None if learnt is None else learnt.items
+        return cls(paths.name, index, tokens.items, documents, targets, tokens, learnt)
 
     def ids(self, begin: int, end: int) -> NDArray[Any]:
         """Return these tokens. Raises ``BadInput`` if they are not what was written, or if one is not
@@ -147,8 +143,8 @@ def names_tokens(path: str | Path) -> bool:
     """
     paths = TokenPaths.of(path)
     if (url := as_url(path)) is None:
-        return not Path(path).is_dir() and (Path(path) in paths.all or paths.index.is_file())
-    if Path(path) in paths.all:
+        return not Path(path).is_dir() and (Path(path) in paths or paths.index.is_file())
+    if Path(path) in paths:
         return True
     return not RemoteFolder(url).sizes() and paths.index.name in RemoteFolder(url.rpartition("/")[0]).sizes()
 
@@ -159,5 +155,5 @@ def _local(path: str | Path) -> TokenPaths:
         return TokenPaths.of(path)
     folder, _, name = url.rpartition("/")
     named = TokenPaths.of(name)
-    names = {file.name for file in named.all}
+    names = {file.name for file in named}
     return TokenPaths.named(fetched(folder, lambda file: file in names) / named.name)

@@ -4,9 +4,8 @@ import hashlib
 import json
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +79,11 @@ class TokenIndex(StrictRecord):
 _SUFFIXES = (".json", ".bin", ".docs.npy", ".targets", ".sums", ".idx")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPaths:
-    """Name the files of the token file ``name``: four; with ``targets`` if only some tokens are learnt, and
-    with Megatron's index if Megatron reads or wrote the tokens too.
+class TokenPaths(NamedTuple):
+    """Name the files that a token file may have, the index first: four; with ``targets`` if only some tokens
+    are learnt, and with Megatron's index if Megatron reads or wrote the tokens too.
     """
 
-    name: Path
     index: Path
     tokens: Path
     documents: Path
@@ -95,13 +92,13 @@ class TokenPaths:
     megatron: Path
 
     @property
-    def all(self) -> tuple[Path, ...]:
-        """Return every file that a token file may have, the index first."""
-        return self.index, self.tokens, self.documents, self.targets, self.sums, self.megatron
+    def name(self) -> Path:
+        """Return the name of the token file, with which those of its files begin."""
+        return self.index.with_name(self.index.name.removesuffix(".json"))
 
     @classmethod
     def named(cls, name: Path) -> Self:
-        return cls(name, *(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
+        return cls(*(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
 
     @classmethod
     def of(cls, path: str | Path) -> Self:
@@ -144,25 +141,20 @@ def read_index(path: Path) -> TokenIndex:
 
 
 def _check_there(index: Path) -> None:
-    """Refuse a name without a token file; it may be that of a text, which is to be tokenized first."""
+    """Refuse a name without a token file; say what makes one: of a text of this name, or Megatron's files."""
     if os.path.lexists(index):
         return
-    name, command = TokenPaths.of(index).name, _command(index)
+    name = TokenPaths.of(index).name
+    words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
+    if TokenPaths.named(name).megatron.is_file():
+        words = [str(name), "--from", "megatron", "--out", str(name)]
+    command = shlex.join(["trilith", "tokenize", *words])
     if not name.exists():
         raise BadInput(
             name, expected="a token file", found=f"no {index.name}", todo=f"Make it with: {command}"
         )
     kind = "a folder" if name.is_dir() else "another file"
     raise BadInput(name, expected="a token file", found=kind, todo=f"Tokenize its text first: {command}")
-
-
-def _command(path: Path) -> str:
-    """Return what makes an index here: out of a text, or of Megatron's files of this name."""
-    name = TokenPaths.of(path).name
-    words = [str(name), "--from", "megatron", "--out", str(name)]
-    if not TokenPaths.named(name).megatron.is_file():
-        words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
-    return shlex.join(["trilith", "tokenize", *words])
 
 
 def check_size(path: Path, size: int, meaning: str) -> None:

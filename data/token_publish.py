@@ -41,8 +41,7 @@ def publish_tokens(
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     checksums = b"".join(each.sums().tobytes() for each in hashes)
-    with new_file(made / "sums") as file:
-        file.write(checksums)
+    Disk().write_file(made / "sums", checksums)
     index = TokenIndex(
         version=VERSION,
         tokens=int(offsets[-1]),
@@ -52,8 +51,8 @@ def publish_tokens(
         sums_sha256=hashlib.sha256(checksums).hexdigest(),
         **facts,
     )
-    with new_file(made / "index") as file:
-        file.write(json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
+    content = json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2)
+    Disk().write_file(made / "index", f"{content}\n".encode())
     described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
     staging.publish_files({**others, **described})
     return TokenFile.open(paths.name)

@@ -47,12 +47,14 @@ class FileHashes:
 
 
 class CheckedFile:
-    """Read a mapped file, and compare each block with its checksum when it is first read."""
+    """Map a file; compare each block with its checksum when it is first read, the first and last at once."""
 
-    def __init__(self, path: Path, items: NDArray[Any], sums: Sums) -> None:
-        self.path, self.items, self._sums = path, items, sums
-        self._bytes = items.view(np.uint8)
-        self._checked = np.zeros(block_count(items.nbytes), dtype=bool)
+    def __init__(self, path: Path, dtype: np.dtype[Any], sums: Sums) -> None:
+        self.path, self.items, self._sums = path, np.memmap(path, dtype, mode="r"), sums
+        self._bytes = self.items.view(np.uint8)
+        self._checked = np.zeros(block_count(self.items.nbytes), dtype=bool)
+        for first in (0, len(self.items) - 1):
+            self.read(first, first + 1)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return items ``begin`` to ``end``; ``BadInput`` if they are not what was written."""

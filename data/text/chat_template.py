@@ -25,13 +25,7 @@ from ...storage.small_files import read_text
 from ...system import counted
 from ..token_file import TokenFile
 from .chat_formats import Conversation
-from .tokenizer_loading import (
-    CHAT_OPTIONS,
-    FolderTokenizer,
-    Tokenizer,
-    check_length,
-    check_text,
-)
+from .tokenizer_loading import CHAT_OPTIONS, FolderTokenizer, Tokenizer, check_length, check_text
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

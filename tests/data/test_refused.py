@@ -8,7 +8,7 @@ from math import inf, nan
 import numpy as np
 import torch
 from support.refusals import Refused, refusals
-from support.token_files import change_index, write_token_file
+from support.token_files import batch_at, change_index, write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
@@ -68,7 +68,7 @@ test_batches_and_rows_that_cannot_be_are_refused = refusals(
     files("F2-shorter-than-a-sequence", "at least 9", lambda a: GlobalBatches(a, 8, 1, 0), a=8),
     files("F2-one-file-of-a-mixture", "a_short.bin", mixed, a=99, a_short=8),
     files("mixture-of-two-tokenizers", "one tokenizer", mixed, a=99, b=99),
-    files("E13-ranks", "multiple of the 4", lambda a: GlobalBatches(a, 8, 6, 0).batch(0, 0, 4), a=99),
+    files("E13-ranks", "multiple of the 4", lambda a: batch_at(GlobalBatches(a, 8, 6, 0), 0, 0, 4), a=99),
     files("E11-batch-of-nothing", "global_batch", lambda a: GlobalBatches(a, 8, 0, 0), a=99),
     files("E11-no-length", "sequence_length", lambda a: GlobalBatches(a, 0, 1, 0), a=99),
     files("negative-seed", "seed", lambda a: GlobalBatches(a, 8, 1, -1), a=99),
