@@ -141,14 +141,10 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft, rate: float | None) -> 
     cosine = kind == "WarmupCosineLR"
     if not cosine:
         _peak(params, draft, kind, rate)
-    if minimum := params.number("warmup_min_lr", 0.0):
-        draft.miss("scheduler.params.warmup_min_lr", minimum, "the warm-up begins near 0")
     draft.set("optimizer.warmup", params.whole("warmup_num_steps", 1000))
     if (shape := params.text("warmup_type") or "log") != "linear":
         draft.miss("scheduler.params.warmup_type", shape, "the warm-up is a straight line")
     draft.set("steps", params.whole("total_num_steps", least=1))
-    if cosine and (ratio := params.number("warmup_min_ratio", 0.0)):
-        draft.miss("scheduler.params.warmup_min_ratio", ratio, "it begins near 0")
     draft.set("optimizer.minimum_ratio", (params.number("cos_min_ratio", 1e-4) or 0.0) if cosine else 0.0)
 
 

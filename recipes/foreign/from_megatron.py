@@ -3,7 +3,6 @@
 from typing import Any
 
 from ...data.megatron import parse_blend
-from ...system import counted
 from .megatron_arguments import Arguments
 from .megatron_layout import layout, steps_and_schedule
 from .megatron_model import model_shape
@@ -49,8 +48,6 @@ def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", rows)
     draft.set_or_blank("data.sequence_length", config.whole("seq_length", least=1))
-    if rampup := config.value("rampup_batch_size"):
-        draft.miss("rampup_batch_size", rampup, f"every step has {counted(rows, 'row')}")
     return rows
 
 
@@ -122,11 +119,6 @@ def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.set("evaluation.every", config.whole("eval_interval", 1000, least=1))
         batches = config.whole("eval_iters", 100) or 1
         draft.set("evaluation.samples", batches * draft.values["data.global_batch"])
-    else:
-        intervals = [config.value("eval_interval"), config.value("eval_iters")]
-        if any(intervals):
-            why = "needs held-out tokens: set [evaluation] tokens, every and samples"
-            draft.miss("eval_interval, eval_iters", intervals, why)
     if (split := config.value("split")) is not None and held_out_paths is None:
         draft.miss("split", split, "every document of data.tokens is trained on")
     separate = [config.flag(key) for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")]

@@ -181,11 +181,6 @@ def _watching(config: ForeignConfig, draft: RecipeDraft) -> None:
         elif name not in ("none", "all"):
             draft.miss("report_to", name, "give its Accelerate tracker to trilith.training.run")
     draft.set("watch.trackers", trackers or None)
-    strategy = config.text("eval_strategy") or config.text("evaluation_strategy") or "no"
-    interval = config.number("eval_steps", least=0.0)
-    if strategy != "no":
-        setting = interval if interval and strategy == "steps" else strategy
-        draft.miss("eval_strategy", setting, "needs held-out tokens: set [evaluation] tokens and every")
 
 
 def _defaults() -> dict[str, Any]:

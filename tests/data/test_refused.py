@@ -12,7 +12,7 @@ from support.token_files import batch_at, change_index, write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
-from trilith.data.rows import SampleRows, rows_of
+from trilith.data.rows import SampleRows
 from trilith.data.shuffle import permute, piece_of, positions_of
 from trilith.data.text.chat_formats import conversation_of
 from trilith.data.token_index import check_vocabulary
@@ -87,12 +87,6 @@ test_batches_and_rows_that_cannot_be_are_refused = refusals(
         "some samples of 2 to 3 tokens, found none",
         partial(SampleRows, length=2, packed=True, overlong="drop"),
         a=SAMPLES[3:],
-    ),
-    files(
-        "unknown-choice",
-        "one of joined, separate, found 'alone'",
-        lambda a: rows_of(a, 8, "alone", "packed", "refuse"),
-        a=SAMPLES,
     ),
     Refused(
         "F14-nothing-to-learn",
