@@ -20,21 +20,17 @@ class System:
 
     suffix: str
     submit: tuple[str, ...]
-    options: list[str]
+    options: tuple[str, ...]
     minutes: int | None = None
 
 
-_ALL, _PODS, _KUBECTL = (
-    ["minutes", "warning", "exclude", "fit"],
-    ["image", "claim"],
-    ("kubectl", "apply", "-f"),
-)
-_SLURM = ["restarts", "partition", "account", "spares", "least_nodes"]
+_KUBECTL, _PODS = ("kubectl", "apply", "-f"), ("minutes", "warning", "exclude", "fit", "image", "claim")
+_SLURM = (*_PODS[:4], "restarts", "partition", "account", "spares", "least_nodes")
 #: The systems that ``trilith launch`` knows.
 SYSTEMS = {
-    "slurm": System(".sbatch", ("sbatch",), [*_ALL, *_SLURM], minutes=24 * 60),
-    "kubernetes": System(".trainjob.yaml", _KUBECTL, [*_ALL, *_PODS]),
-    "jobset": System(".jobset.yaml", _KUBECTL, [*_ALL, *_PODS, "restarts"]),
+    "slurm": System(".sbatch", ("sbatch",), _SLURM, minutes=24 * 60),
+    "kubernetes": System(".trainjob.yaml", _KUBECTL, _PODS),
+    "jobset": System(".jobset.yaml", _KUBECTL, (*_PODS, "restarts")),
 }
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?"
 #: Options that name something that Kubernetes knows: what it is, and the form of its names.

@@ -6,8 +6,6 @@ included, is the assistant's. That needs a template that writes a beginning as t
 does not (it drops earlier thoughts, say) is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +39,7 @@ class Chat:
     variables: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(template: Path | None, settings: Sequence[str]) -> Chat:
+    def of(template: Path | None, settings: Sequence[str]) -> "Chat":
         """Make it from ``name=value`` settings."""
         variables = {}
         for setting in settings:
@@ -53,14 +51,14 @@ class Chat:
             variables[name] = value
         return Chat(template, tuple(sorted(variables.items())))
 
-    def on_one_day(self, loaded: Tokenizer, where: Path) -> Chat:
+    def on_one_day(self, loaded: Tokenizer, where: Path) -> "Chat":
         """Return a copy with today's date for a template that asks the clock: all samples get one date."""
         text, variables = self.template_of(loaded, where).text, dict(self.variables)
         if "strftime_now" in text and "date_string" in text:
             variables.setdefault("date_string", date.today().strftime("%d %b %Y"))
         return Chat(self.template, tuple(sorted(variables.items())))
 
-    def template_of(self, loaded: Tokenizer, where: Path) -> ChatTemplate:
+    def template_of(self, loaded: Tokenizer, where: Path) -> "ChatTemplate":
         if not isinstance(loaded, FolderTokenizer):
             expected = "a Hugging Face tokenizer folder, for a chat template"
             raise BadInput(where, expected=expected, found="a SentencePiece file")

@@ -1,7 +1,5 @@
 """Make a recipe from another trainer's configuration, and list what could not be translated."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Set
@@ -9,7 +7,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
@@ -98,8 +96,8 @@ class RecipeDraft:
         self.miss("ranks", None, f"the file does not say how many there are: taken as {assumed}; say --ranks")
 
     def finish(
-        self, config: ForeignConfig, origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> RecipeDraft:
+        self, config: "ForeignConfig", origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> Self:
         """List what was not read and is no default, with the reason, and check the recipe."""
         known = settings_of(origin)
         silent, usual = known["meaningless"].split(), {**defaults, **known.get("usual", {})}
@@ -206,7 +204,7 @@ class ForeignConfig:
             raise self.bad(key, expected, value)
         return value
 
-    def section(self, key: str) -> ForeignConfig:
+    def section(self, key: str) -> "ForeignConfig":
         """Return the object under ``key``; an empty one if there is none."""
         self._read.add(key)
         value = self.raw.get(key)
