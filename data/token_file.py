@@ -9,7 +9,6 @@
                       Written last: no index, no file
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +68,10 @@ class TokenFile:
             check_size(paths.targets, count, f"one for each of {count} tokens")
         documents = read_documents(paths.documents, index)
         sums, target_sums = read_sums(paths.sums, index)
-        tokens, learnt = CheckedFile(paths.tokens, dtype, sums), None
+        below, learnt = f"below {index.vocab_size}", None
+        tokens = CheckedFile(paths.tokens, dtype, sums, index.vocab_size, below)
         if index.targets:
-            learnt = CheckedFile(paths.targets, np.dtype(np.uint8), target_sums)
+            learnt = CheckedFile(paths.targets, np.dtype(np.uint8), target_sums, 2, "0 or 1")
         targets = None if learnt is None else learnt.items
         return cls(paths.name, index, tokens.items, documents, targets, tokens, learnt)
 
@@ -79,24 +79,14 @@ class TokenFile:
         """Return these tokens. Raises ``BadInput`` if they are not what was written, or if one is not
         below ``vocab_size``.
         """
-        tokens = self._checked_tokens.read(begin, end)
-        if tokens.size and tokens.max() >= self.vocab_size:
-            at = int(np.argmax(tokens >= self.vocab_size))
-            place, expected = f"token {begin + at}", f"below {self.vocab_size}"
-            todo = "The file was changed after it was made: tokenize again"
-            raise BadInput(self.paths.tokens, place, expected=expected, found=tokens[at], todo=todo)
-        return tokens
+        return self._checked_tokens.read(begin, end)
 
     def learnt(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return 1 for each of these tokens of chat data that is learnt, and 0 for the others; may raise
         ``BadInput``.
         """
         assert self._checked_targets is not None
-        targets = self._checked_targets.read(begin, end)
-        if targets.size and targets.max() > 1:
-            at = int(np.argmax(targets > 1))
-            raise BadInput(self.paths.targets, f"token {begin + at}", expected="0 or 1", found=targets[at])
-        return targets
+        return self._checked_targets.read(begin, end)
 
     @property
     def paths(self) -> TokenPaths:
@@ -120,21 +110,12 @@ class TokenFile:
 
         ``progress`` is called with the number of bytes read since its last call.
         """
-        files = [(self.paths.tokens, self.ids, self.index.sha256)]
-        if (described := self.index.targets) is not None:
-            files.append((self.paths.targets, self.learnt, described.sha256))
-        for path, read, sha256 in files:
-            digest = hashlib.sha256()
-            for start in range(0, len(self.tokens), 2**22):
-                part = read(start, min(start + 2**22, len(self.tokens)))
-                progress(part.nbytes)
-                digest.update(np.ascontiguousarray(part).data)
-            if digest.hexdigest() != sha256:
-                raise BadInput(path, "sha256", expected=sha256, found=digest.hexdigest())
-        count = 0 if self.targets is None else int(np.count_nonzero(self.targets))
-        if described is not None and count != described.tokens:
-            expected = described.tokens
-            raise BadInput(self.paths.targets, "tokens to learn", expected=expected, found=count)
+        self._checked_tokens.verify(self.index.sha256, progress)
+        learnt, described = self._checked_targets, self.index.targets
+        if learnt is not None and described is not None:
+            learnt.verify(described.sha256, progress)
+            if (count := int(np.count_nonzero(learnt.items))) != described.tokens:
+                raise BadInput(learnt.path, "tokens to learn", expected=described.tokens, found=count)
 
 
 def names_tokens(path: str | Path) -> bool:
