@@ -24,9 +24,8 @@ from ..storage.output_places import check_place
 from ..storage.safe_open import open_regular, stat_regular
 from ..storage.small_files import read_text
 from ..storage.staging import Staging
-from .token_file import TokenFile
+from .token_file import TokenFile, publish_tokens, refuse_taken
 from .token_index import TokenPaths, little_endian
-from .token_publish import publish_tokens, refuse_taken
 from .token_sums import FileHashes
 
 #: Bytes read at once: a multiple of every id's size.

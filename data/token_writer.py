@@ -19,9 +19,8 @@ from ..storage.small_files import Journal
 from ..storage.staging import Staging
 from ..system import counted
 from .megatron import check_for_megatron, write_megatron_index
-from .token_file import TokenFile
+from .token_file import TokenFile, new_file, publish_tokens, refuse_taken, sync
 from .token_index import TargetIndex, TokenPaths, dtype_for, little_endian
-from .token_publish import new_file, publish_tokens, refuse_taken, sync
 from .token_sums import FileHashes
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
