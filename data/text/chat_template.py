@@ -101,15 +101,9 @@ class ChatTemplate:
         text = self._text(conversation.messages, conversation, where)
         check_text(text, where)
         if self.marked:
-            encoding = self._apply(
-                conversation.messages,
-                conversation,
-                where,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_offsets_mapping": True, **CHAT_OPTIONS},
-            )
+            options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
+            options["tokenizer_kwargs"] = {"return_offsets_mapping": True, **CHAT_OPTIONS}
+            encoding = self._apply(conversation.messages, conversation, where, tokenize=True, **options)
             ids: list[int] = encoding["input_ids"]
             learnt = np.array(encoding["assistant_masks"], dtype=np.uint8)
             if conversation.prompt_length:
