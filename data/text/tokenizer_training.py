@@ -62,8 +62,6 @@ def train_tokenizer(
     or fit it, or the folder exists and is not empty. Source: Kudo and Richardson, SentencePiece, 2018.
     """
     folder = Path(folder)
-    if model_type not in ("bpe", "unigram"):
-        raise BadInput("tokenizer", "model_type", expected="bpe or unigram", found=repr(model_type))
     if not 260 <= vocab_size <= MOST_IDS:
         expected = f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}"
         raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
