@@ -83,8 +83,6 @@ class TokenWriter:
             "tokenizer": "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here),
         }
         self._template, self._job, self._megatron = template_sha256, job, megatron
-        if not 1 <= vocab_size <= 2**32:
-            raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
         if megatron:
             check_for_megatron(vocab_size, chat=template_sha256 is not None)
         self._dtype = little_endian(dtype_for(vocab_size))
