@@ -20,8 +20,7 @@ from torch import Tensor
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.engine import accelerator
-from .batch import Batch as Batch
-from .batch import BatchParts
+from .batch import Batch, BatchParts
 from .mixture import Interleave
 from .rows import Documents, Overlong, Samples, rows_of
 from .shuffle import ids_at, piece_of, positions_of
