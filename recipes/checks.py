@@ -214,7 +214,7 @@ def without_effect(recipe: Recipe) -> list[str]:
 def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, where: str) -> None:
     """Refuse what saves memory elsewhere, but not under the schedule ``name``, or at twice the cost."""
     waits = layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards)
-    if memory.loss_chunk not in ("auto", 0) and waits:
+    if memory.stated_chunk and waits:
         expected = f"auto or 0 with layout.schedule={name}, or 1f1b or interleaved"
         todo = (
             "Several micro-batches wait for their backward after their losses, and each would hold a "

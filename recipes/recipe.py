@@ -18,15 +18,28 @@ from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validat
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from . import sections
 from .checks import check_recipe, compile_rules
 from .section import LossScaleSection, OptimizerSection, PathText, Wait, nearest, nearest_key, sections_of
+from .sections import (
+    CheckpointSection,
+    DataSection,
+    DebugSection,
+    EvaluationSection,
+    ExpertsSection,
+    LayoutSection,
+    LoraSection,
+    LossSection,
+    MemorySection,
+    ModelSection,
+    Section,
+    WatchSection,
+)
 
 #: The recipes that come with trilith lie beside this file.
 _SHIPPED = Path(__file__).parent
 
 
-class Recipe(sections.Section):
+class Recipe(Section):
     """Describe one run: everything that a training run needs to know."""
 
     out: PathText
@@ -66,29 +79,29 @@ class Recipe(sections.Section):
     """loss scaling, for compute = float16"""
     log_every: int = Field(default=10, ge=1)
     """steps between progress lines on the terminal"""
-    model: sections.ModelSection
+    model: ModelSection
     """the model: pretrained weights, a config to start from scratch, or a module of your own"""
-    loss: sections.LossSection | None = None
+    loss: LossSection | None = None
     """the loss of a module of your own"""
-    lora: sections.LoraSection | None = None
+    lora: LoraSection | None = None
     """LoRA: train adapters and leave the model as it is"""
-    layout_section: sections.LayoutSection = Field(default=sections.LayoutSection(), alias="layout")
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
     """number of ranks along each parallel axis"""
-    data: sections.DataSection
+    data: DataSection
     """the token files or samples of your own, and the size of rows and batches"""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its learning-rate schedule"""
-    experts: sections.ExpertsSection | None = None
+    experts: ExpertsSection | None = None
     """load balancing of mixture-of-experts models"""
-    memory: sections.MemorySection = sections.MemorySection()
+    memory: MemorySection = MemorySection()
     """trade time for memory"""
-    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     """when and how checkpoints are saved"""
-    evaluation: sections.EvaluationSection | None = None
+    evaluation: EvaluationSection | None = None
     """evaluation of the loss on held-out tokens"""
-    watch: sections.WatchSection = sections.WatchSection()
+    watch: WatchSection = WatchSection()
     """further measurements to write while training"""
-    debug: sections.DebugSection = sections.DebugSection()
+    debug: DebugSection = DebugSection()
     """extra checks while training; they slow the run"""
 
     @field_validator("dtype", "compute", "reduce", mode="before")
@@ -192,7 +205,7 @@ def _value(text: str, key: str) -> Any:
     return values["v"]
 
 
-def read_config(section: sections.ModelSection) -> dict[str, Any]:
+def read_config(section: ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch; refuse a key, written in the recipe,
     that the family does not know.
     """
@@ -252,8 +265,8 @@ def commented_recipe(raw: Mapping[str, Any], head: str = "") -> str:
 
 
 def _write_section(lines: list[str], name: str, table: Mapping[str, Any], model: type[BaseModel]) -> None:
-    inner_of = sections_of(model)
-    inner = {key: value for key, value in table.items() if isinstance(value, Mapping) and inner_of.get(key)}
+    sections = sections_of(model)
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping) and sections.get(key)}
     plain = {key: value for key, value in table.items() if key not in inner and value is not None}
     if name and plain:
         lines += ["", f"[{name}]"]
@@ -265,6 +278,6 @@ def _write_section(lines: list[str], name: str, table: Mapping[str, Any], model:
         line = f"{setting:<{column}}# {words}"
         lines.append(line if words and len(line) <= _WIDTH else setting)
     for key, value in inner.items():
-        section = inner_of[key]
+        section = sections[key]
         assert section is not None
         _write_section(lines, f"{name}.{key}" if name else key, value, section)

@@ -155,6 +155,11 @@ class MemorySection(Section):
     """share of a device's memory that `trilith plan` and a dry run leave free"""
 
     @property
+    def stated_chunk(self) -> int:
+        """Return ``loss_chunk`` if it is a number, and 0 if it is "auto"."""
+        return 0 if self.loss_chunk == "auto" else self.loss_chunk
+
+    @property
     def every(self) -> int:
         """Return n if checkpointing is "every": one of n blocks recomputes its activations."""
         return self.checkpoint_every or 2
