@@ -59,7 +59,7 @@ def new(
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
 
-    read = [Path(model), *TokenPaths.of(tokens)]
+    read = [Path(model), *TokenPaths.of(tokens).all]
     check_output_file(out, force=force, inputs=read)
     machine = machine_named(gpu_type.lower())
     made = from_options(new_recipe, options, model=model, tokens=tokens, machine=machine, gpus=count)

@@ -79,7 +79,7 @@ def index_tokens(
     paths = TokenPaths.of(out)
     in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
     check_place(paths.name)
-    mine = [path for path in paths if not (in_place and path in (paths.tokens, paths.megatron))]
+    mine = [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
     # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
     # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
     staged_as = paths.index if in_place else paths.name

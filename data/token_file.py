@@ -134,8 +134,8 @@ def names_tokens(path: str | Path) -> bool:
     """
     paths = TokenPaths.of(path)
     if (url := as_url(path)) is None:
-        return not Path(path).is_dir() and (Path(path) in paths or paths.index.is_file())
-    if Path(path) in paths:
+        return not Path(path).is_dir() and (Path(path) in paths.all or paths.index.is_file())
+    if Path(path) in paths.all:
         return True
     return not RemoteFolder(url).sizes() and paths.index.name in RemoteFolder(url.rpartition("/")[0]).sizes()
 
@@ -146,7 +146,7 @@ def _local(path: str | Path) -> TokenPaths:
         return TokenPaths.of(path)
     folder, _, name = url.rpartition("/")
     named = TokenPaths.of(name)
-    names = {file.name for file in named}
+    names = {file.name for file in named.all}
     return TokenPaths.named(fetched(folder, lambda file: file in names) / named.name)
 
 

@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,11 +80,13 @@ class TokenIndex(StrictRecord):
 _SUFFIXES = (".json", ".bin", ".docs.npy", ".targets", ".sums", ".idx")
 
 
-class TokenPaths(NamedTuple):
-    """Name the files that a token file may have, the index first: four; with ``targets`` if only some tokens
-    are learnt, and with Megatron's index if Megatron reads or wrote the tokens too.
+@dataclass(frozen=True, slots=True)
+class TokenPaths:
+    """Name the files of the token file ``name``: four; with ``targets`` if only some tokens are learnt, and
+    with Megatron's index if Megatron reads or wrote the tokens too.
     """
 
+    name: Path
     index: Path
     tokens: Path
     documents: Path
@@ -92,13 +95,13 @@ class TokenPaths(NamedTuple):
     megatron: Path
 
     @property
-    def name(self) -> Path:
-        """Return the name of the token file, with which those of its files begin."""
-        return self.index.with_name(self.index.name.removesuffix(".json"))
+    def all(self) -> tuple[Path, ...]:
+        """Return every file that a token file may have, the index first."""
+        return self.index, self.tokens, self.documents, self.targets, self.sums, self.megatron
 
     @classmethod
     def named(cls, name: Path) -> Self:
-        return cls(*(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
+        return cls(name, *(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
 
     @classmethod
     def of(cls, path: str | Path) -> Self:

@@ -96,7 +96,7 @@ class TokenWriter:
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
         identity = hashlib.sha256(self._job.encode()).hexdigest()[:16] if self._job else None
-        refuse = partial(refuse_taken, self._paths.name, self._paths.index, self._paths)
+        refuse = partial(refuse_taken, self._paths.name, self._paths.index, self._paths.all)
         self._staging = Staging.begin(self._paths.name, refuse, identity=identity)
         try:
             self._journal = Journal(self._staging.directory / "journal", Mark)

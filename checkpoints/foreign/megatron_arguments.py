@@ -45,7 +45,7 @@ def nested(stored: object, levels: int) -> Iterator[tuple[str, object]]:
     """Yield what lies in nested dicts, by dotted names; a dict that is named many times is walked once."""
     level, seen = [("", stored)], set[int]()
     for _ in range(levels):
-        below = []
+        below: list[tuple[str, object]] = []
         for prefix, parent in level:
             for key, child in parent.items() if isinstance(parent, dict) else ():
                 yield f"{prefix}{key}", child
