@@ -28,9 +28,9 @@ _KUBECTL, _PODS = ("kubectl", "apply", "-f"), ("minutes", "warning", "exclude", 
 _SLURM = (*_PODS[:4], "restarts", "partition", "account", "spares", "least_nodes")
 #: The systems that ``trilith launch`` knows.
 SYSTEMS = {
-    "slurm": System(".sbatch", ("sbatch",), _SLURM, minutes=24 * 60),
-    "kubernetes": System(".trainjob.yaml", _KUBECTL, _PODS),
-    "jobset": System(".jobset.yaml", _KUBECTL, (*_PODS, "restarts")),
+    "slurm": System(".sbatch", ("sbatch",), options=_SLURM, minutes=24 * 60),
+    "kubernetes": System(".trainjob.yaml", _KUBECTL, options=_PODS),
+    "jobset": System(".jobset.yaml", _KUBECTL, options=(*_PODS, "restarts")),
 }
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?"
 #: Options that name something that Kubernetes knows: what it is, and the form of its names.
