@@ -30,16 +30,7 @@ from ..storage.leftovers import clear_leftovers
 from ..storage.remote_folder import RemoteFolder
 from ..storage.staging import Staging
 from ..system.addresses import as_url
-from .token_index import (
-    VERSION,
-    TokenIndex,
-    TokenPaths,
-    check_size,
-    little_endian,
-    read_documents,
-    read_index,
-    read_sums,
-)
+from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, read_documents, read_index, read_sums
 from .token_sums import CheckedFile, FileHashes
 
 
@@ -72,14 +63,10 @@ class TokenFile:
         """
         paths = _local(path)
         index = read_index(paths.index)
-        dtype, count = little_endian(index.dtype), index.tokens
-        check_size(paths.tokens, count * dtype.itemsize, f"{count} tokens of {index.dtype}")
-        if index.targets:
-            check_size(paths.targets, count, f"one for each of {count} tokens")
+        sums, target_sums = read_sums(paths, index)
         documents = read_documents(paths.documents, index)
-        sums, target_sums = read_sums(paths.sums, index)
         below, learnt = f"below {index.vocab_size}", None
-        tokens = CheckedFile(paths.tokens, dtype, sums, index.vocab_size, below)
+        tokens = CheckedFile(paths.tokens, little_endian(index.dtype), sums, index.vocab_size, below)
         if index.targets:
             learnt = CheckedFile(paths.targets, np.dtype(np.uint8), target_sums, 2, "0 or 1")
         targets = None if learnt is None else learnt.items

@@ -167,11 +167,16 @@ def check_size(path: Path, size: int, meaning: str) -> None:
         raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
 
 
-def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
-    """Return the checksums of the blocks of tokens and of targets, after checking their hash in the index."""
-    tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
-    targets = block_count(index.tokens) if index.targets is not None else 0
-    size = 4 * (tokens + targets)
+def read_sums(paths: TokenPaths, index: TokenIndex) -> tuple[Sums, Sums]:
+    """Return the checksums of the blocks of tokens and of targets, after checking the sizes of these files,
+    and the hash of the checksums in the index.
+    """
+    size = index.tokens * little_endian(index.dtype).itemsize
+    check_size(paths.tokens, size, f"{index.tokens} tokens of {index.dtype}")
+    if index.targets is not None:
+        check_size(paths.targets, index.tokens, f"one for each of {index.tokens} tokens")
+    tokens, targets = block_count(size), block_count(index.tokens) if index.targets is not None else 0
+    path, size = paths.sums, 4 * (tokens + targets)
     check_size(path, size, f"{tokens + targets} checksums")
     content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()
