@@ -111,13 +111,15 @@ class Arguments:
         """Return the facts, by the names of a config's fields; a set or a range holds all that would do."""
         if not self.known:
             return {}
+        untied = self.untie_embeddings_and_output_weights
+        tied = None if untied is None else not untied
         facts: dict[str, tuple[str, object]] = {
             "num_hidden_layers": ("num_layers", self.num_layers),
             "hidden_size": ("hidden_size", self.hidden_size),
             "num_attention_heads": ("num_attention_heads", self.num_attention_heads),
             "head_dim": ("kv_channels", self.kv_channels),
             "intermediate_size": ("ffn_hidden_size", self.ffn_hidden_size),
-            "tie_word_embeddings": ("untie_embeddings_and_output_weights", self._tied()),
+            "tie_word_embeddings": ("untie_embeddings_and_output_weights", tied),
             "hidden_act": ("swiglu", self._activation()),
             "num_key_value_heads": ("num_query_groups", self.num_attention_heads),
             "vocab_size": ("padded_vocab_size", self._vocabulary()),
@@ -138,10 +140,6 @@ class Arguments:
             for name, (argument, value) in facts.items()
             if value is not None
         }
-
-    def _tied(self) -> bool | None:
-        untied = self.untie_embeddings_and_output_weights
-        return None if untied is None else not untied
 
     def _activation(self) -> object:
         if self.swiglu:

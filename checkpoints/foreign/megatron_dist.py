@@ -202,12 +202,10 @@ def _numbered(tensors: Catalog, path: Path) -> Iterator[tuple[str, LazyTensor]]:
         if (match := _STACK.fullmatch(name)) is None:
             yield name, tensor
             continue
-        if tensor.shape and tensor.shape[0] > MOST_LAYERS:
-            layer_count = f"{tensor.shape[0]:,}"
-            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=layer_count)
-        layers: dict[int, list[Piece[Key]]] = {
-            number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
-        }
+        count = tensor.shape[0] if tensor.shape else 0
+        if count > MOST_LAYERS:
+            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=f"{count:,}")
+        layers: dict[int, list[Piece[Key]]] = {number: [] for number in range(count)}
         for piece in tensor.near(tensor.box):
             first, inner = piece.box.start[0], Box(piece.box.start[1:], piece.box.stop[1:])
             for number in range(first, piece.box.stop[0]):

@@ -37,11 +37,7 @@ _FACTS = {
 
 def recognise(path: Path) -> bool:
     """Return whether this folder holds Meta's files."""
-    return (
-        path.is_dir()
-        and (path / PARAMS).is_file()
-        and any(_PART.fullmatch(child.name) for child in path.iterdir())
-    )
+    return (path / PARAMS).is_file() and any(_PART.fullmatch(child.name) for child in path.iterdir())
 
 
 def read(path: Path) -> ForeignCheckpoint:
