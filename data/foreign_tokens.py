@@ -118,9 +118,8 @@ def _parts(foreign: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedint
             except OSError as error:
                 raise from_os_error(error, foreign.path, expected="a readable file", kind=BadInput) from None
             if not part or len(part) % dtype.itemsize:
-                raise BadInput(
-                    foreign.path, "size", expected=f"{foreign.size} bytes", found="a file that shrinks"
-                )
+                expected = f"{foreign.size} bytes"
+                raise BadInput(foreign.path, "size", expected=expected, found="a file that shrinks")
             yield done // dtype.itemsize, np.frombuffer(part, dtype)
             done += len(part)
 

@@ -180,9 +180,8 @@ def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
     for path in [index, *([] if leftovers(name) else others)]:
         if path.exists() or path.is_symlink():
             clear_leftovers(name)
-            raise BadInput(
-                path, expected="a new name", found="an existing file", todo="Remove it or choose another"
-            )
+            todo = "Remove it or choose another"
+            raise BadInput(path, expected="a new name", found="an existing file", todo=todo)
 
 
 @contextmanager

@@ -136,9 +136,8 @@ def read_index(path: Path) -> TokenIndex:
     except ValidationError as error:
         raise from_validation(path, error) from None
     if index.vocab_size > 2**16 and index.dtype == "uint16":
-        raise BadInput(
-            path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
-        )
+        expected = f"uint32 for a vocabulary of {index.vocab_size}"
+        raise BadInput(path, "dtype", expected=expected, found=index.dtype)
     index.check_seal(path)
     return index
 
@@ -153,9 +152,8 @@ def _check_there(index: Path) -> None:
         words = [str(name), "--from", "megatron", "--out", str(name)]
     command = shlex.join(["trilith", "tokenize", *words])
     if not name.exists():
-        raise BadInput(
-            name, expected="a token file", found=f"no {index.name}", todo=f"Make it with: {command}"
-        )
+        todo = f"Make it with: {command}"
+        raise BadInput(name, expected="a token file", found=f"no {index.name}", todo=todo)
     kind = "a folder" if name.is_dir() else "another file"
     raise BadInput(name, expected="a token file", found=kind, todo=f"Tokenize its text first: {command}")
 

@@ -132,9 +132,8 @@ class TokenWriter:
             raise BadInput(self._paths.tokens, "ids", expected="whole numbers", found=ids.dtype)
         for extreme in (ids.min(), ids.max()):
             if not 0 <= extreme < self._vocab_size:
-                raise BadInput(
-                    self._paths.tokens, "id", expected=f"0 to {self._vocab_size - 1}", found=extreme
-                )
+                expected = f"0 to {self._vocab_size - 1}"
+                raise BadInput(self._paths.tokens, "id", expected=expected, found=extreme)
         self._write("tokens", np.ascontiguousarray(ids, dtype=self._dtype))
         self._write("lengths", np.ascontiguousarray(lengths))
         if targets is not None:

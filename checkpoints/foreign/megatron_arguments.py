@@ -103,9 +103,8 @@ class Arguments:
         """Refuse a model whose weights mean something that the table of names does not say."""
         for name, why in _REFUSED.items():
             if value := getattr(self, name):
-                raise BadInput(
-                    self._where, f"args.{name}", expected="none", found=shown(value), todo=f"Not read: {why}"
-                )
+                todo = f"Not read: {why}"
+                raise BadInput(self._where, f"args.{name}", expected="none", found=shown(value), todo=todo)
 
     def stated(self) -> dict[str, Stated]:
         """Return the facts, by the names of a config's fields; a set or a range holds all that would do."""

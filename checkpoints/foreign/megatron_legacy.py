@@ -219,15 +219,13 @@ def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
             numbers = {int(match[1]) for name in model if (match := _LAYER.fullmatch(name))}
             known = counted.setdefault((stage, rank.pipeline), len(numbers))
             if known != len(numbers) or numbers != set(range(len(numbers))):
-                raise BadInput(
-                    rank.file.path, "layers", expected=f"0 to {known - 1}", found=shown(sorted(numbers))
-                )
+                expected = f"0 to {known - 1}"
+                raise BadInput(rank.file.path, "layers", expected=expected, found=shown(sorted(numbers)))
     before, total = {}, 0
     for place in sorted(counted):
         before[place] = total
         total += counted[place]
     if total != arguments.num_layers:
-        raise BadInput(
-            folder, "layers", expected=f"{arguments.num_layers}, as args.num_layers says", found=total
-        )
+        expected = f"{arguments.num_layers}, as args.num_layers says"
+        raise BadInput(folder, "layers", expected=expected, found=total)
     return before

@@ -47,9 +47,8 @@ def read(path: Path) -> ForeignCheckpoint:
     numbers = sorted(int(match[1]) for child in path.iterdir() if (match := _PART.fullmatch(child.name)))
     if numbers != [*range(len(numbers))]:
         missing = min(set(range(numbers[-1])) - {*numbers})
-        raise BadInput(
-            path / f"consolidated.{missing:02d}.pth", expected="a part for every rank", found="none"
-        )
+        expected = "a part for every rank"
+        raise BadInput(path / f"consolidated.{missing:02d}.pth", expected=expected, found="none")
     files = [open_state_dict(path / f"consolidated.{number:02d}.pth") for number in numbers]
     names = files[0].tensors.keys()
     for file in files[1:]:
@@ -70,9 +69,8 @@ def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
         return in_one_file(files[0], name)
     if len({(part.dtype, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}) > 1:
         part_shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
-        raise BadInput(
-            files[0].path.parent, shown(name), expected="parts that differ in one dim", found=part_shapes
-        )
+        expected = "parts that differ in one dim"
+        raise BadInput(files[0].path.parent, shown(name), expected=expected, found=part_shapes)
     pieces, at = [], 0
     for file, part in zip(files, parts, strict=True):
         box = Box.whole(part.shape).narrow(dim, at, at + part.shape[dim])

@@ -45,9 +45,8 @@ class Chat:
         for setting in settings:
             name, equals, value = setting.partition("=")
             if not equals or not name.isidentifier():
-                raise BadInput(
-                    "--template-set", setting, expected="name=value, such as enable_thinking=false"
-                )
+                expected = "name=value, such as enable_thinking=false"
+                raise BadInput("--template-set", setting, expected=expected)
             variables[name] = value
         return Chat(template, tuple(sorted(variables.items())))
 

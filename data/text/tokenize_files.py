@@ -201,9 +201,8 @@ def tokenize(
         chat = chat.on_one_day(loaded, tokenizer)
         template_sha256 = chat.template_of(loaded, tokenizer).sha256
     elif append_eos and loaded.eos_id is None:
-        raise BadInput(
-            tokenizer, "eos", expected="an end of sequence token", found="none", todo="Use --no-append-eos"
-        )
+        expected = "an end of sequence token"
+        raise BadInput(tokenizer, "eos", expected=expected, found="none", todo="Use --no-append-eos")
     bos_id = _begin(loaded, tokenizer, bos, chat)
     job = Job(tokenizer, json_key, append_eos, chat, bos_id)
     if workers is None:

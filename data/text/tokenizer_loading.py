@@ -270,9 +270,8 @@ def _auto_tokenizer(path: Path) -> Any:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
         reason = " ".join(str(error).split())[:200]
-        raise BadInput(
-            path, expected="a tokenizer that AutoTokenizer loads without a network", found=reason
-        ) from error
+        expected = "a tokenizer that AutoTokenizer loads without a network"
+        raise BadInput(path, expected=expected, found=reason) from error
 
 
 def _read(path: Path) -> bytes:
