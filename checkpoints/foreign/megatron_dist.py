@@ -56,10 +56,8 @@ def read(path: Path) -> ForeignCheckpoint:
     folder = step_folder(path)
     backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
     if backend != "torch_dist":
-        todo = "Save with --ckpt-format torch_dist"
-        raise BadInput(
-            folder / _CONFIG, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo
-        )
+        where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
+        raise BadInput(where, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo)
     common = read_archive(ViewFile.of(contained(folder, _COMMON)), allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)

@@ -184,9 +184,8 @@ def _backend(model: bytes, model_type: str) -> Any:
         core = models.Unigram(scores, unk_id=processor.unk_id(), byte_fallback=True)
     backend = Backend(core)
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    blanks = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in _SPECIAL])
     return backend
 
