@@ -1,7 +1,7 @@
 """Describe a job of a recipe: its hosts, its ranks on each host, and what the scheduler must know."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,23 @@ from ..storage.small_files import read_text
 
 @dataclass(frozen=True)
 class System:
-    """Hold what a system is given: the file's suffix, the command that takes it, and the options that the
-    file can express, each with its value if it is not given.
+    """Hold what a system is given: the file's suffix, the command that takes it, the options that the file
+    can express, and the time limit of a job for which none is given.
     """
 
     suffix: str
     submit: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: tuple[str, ...]
+    minutes: int | None = None
 
 
-_PODS = {"minutes": None, "warning": 5, "exclude": (), "fit": False, "image": "trilith:latest", "claim": None}
+_KUBECTL, _PODS = ("kubectl", "apply", "-f"), ("minutes", "warning", "exclude", "fit", "image", "claim")
+_SLURM = (*_PODS[:4], "restarts", "partition", "account", "spares", "least_nodes")
 #: The systems that ``trilith launch`` knows.
 SYSTEMS = {
-    "slurm": System(
-        ".sbatch",
-        ("sbatch",),
-        {
-            **{"minutes": 24 * 60, "warning": 5, "restarts": 3, "partition": None, "account": None},
-            **{"exclude": (), "spares": 0, "fit": False, "least_nodes": None},
-        },
-    ),
-    "kubernetes": System(".trainjob.yaml", ("kubectl", "apply", "-f"), _PODS),
-    "jobset": System(".jobset.yaml", ("kubectl", "apply", "-f"), {**_PODS, "restarts": 3}),
+    "slurm": System(".sbatch", ("sbatch",), options=_SLURM, minutes=24 * 60),
+    "kubernetes": System(".trainjob.yaml", _KUBECTL, options=_PODS),
+    "jobset": System(".jobset.yaml", _KUBECTL, options=(*_PODS, "restarts")),
 }
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?"
 #: Options that name something that Kubernetes knows: what it is, and the form of its names.
@@ -44,7 +39,7 @@ _NAMES = {"exclude": ("node", _NAME), "claim": ("claim", _NAME), "image": ("imag
 
 @dataclass(frozen=True)
 class Job:
-    """Hold the values that a file for a scheduler states; an option that its system has not is ``None``.
+    """Hold the values that a file for a scheduler states, of which each system's template takes its own.
 
     ``nodes``: number of hosts. ``ranks``: number of ranks on each host. ``minutes``: the scheduler's time
     limit, ``None`` for none. ``warning``: how many minutes before the limit the run is asked to save.
@@ -62,15 +57,15 @@ class Job:
     nodes: int
     ranks: int
     gpu: bool
-    minutes: int | None = None
-    warning: int | None = None
-    restarts: int | None = None
+    minutes: int | None
+    warning: int = 5
+    restarts: int = 3
     partition: str | None = None
     account: str | None = None
     exclude: tuple[str, ...] = ()
-    image: str | None = None
+    image: str = "trilith:latest"
     claim: str | None = None
-    spares: int | None = None
+    spares: int = 0
     fit: bool = False
     least_nodes: int | None = None
 
@@ -126,7 +121,7 @@ def job_of(
         nodes=nodes,
         ranks=ranks,
         gpu=recipe.device != "cpu",
-        **{**known, **asked},
+        **{"minutes": SYSTEMS[system].minutes, **asked},
     )
     _check_limits(job)
     return job
@@ -143,7 +138,7 @@ def _name(name: str, system: str) -> str:
 
 
 def _check_limits(job: Job) -> None:
-    if job.minutes is not None and job.warning is not None and job.warning >= job.minutes:
+    if job.minutes is not None and job.warning >= job.minutes:
         expected = f"fewer minutes than the limit of {job.minutes}"
         raise BadInput("launch", "--warning", expected=expected, found=job.warning)
     if (least := job.least_nodes) is not None and not (job.fit and least <= job.nodes):

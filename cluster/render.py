@@ -30,16 +30,12 @@ _PORT = 29400
 
 def pod_values(job: Job) -> dict[str, Any]:
     """Return the values of the YAML templates that are no fields of the job."""
-    assert job.warning is not None
     folder = _claimed(job)
     words = [*job.words, *([f"out={folder}"] if folder != job.out else [])]
     return {
         # Kubernetes replaces $(NAME), and takes $$ for a $.
         "command": [word.replace("$", "$$") for word in words],
-        "meeting": [
-            f"--rdzv-endpoint={job.name}-node-0-0.{job.name}:{_PORT}",
-            f"--rdzv-id={job.name}",
-        ],
+        "meeting": [f"--rdzv-endpoint={job.name}-node-0-0.{job.name}:{_PORT}", f"--rdzv-id={job.name}"],
         "port": _PORT,
         "claim": f"{job.name}-run" if job.claim is None else job.claim,
         "folder": folder,
@@ -66,7 +62,7 @@ def _claimed(job: Job) -> str:
 
 def slurm_values(job: Job) -> dict[str, Any]:
     """Return the values of ``job.sbatch`` that are no fields of the job."""
-    assert job.minutes is not None and job.warning is not None and job.spares is not None
+    assert job.minutes is not None
     least = (job.least_nodes or 1) if job.fit else job.nodes
     most = job.nodes + job.spares
     return {

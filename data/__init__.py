@@ -7,7 +7,4 @@ step.
 from .batch import Batch
 from .token_file import TokenFile
 
-__all__ = [
-    "Batch",
-    "TokenFile",
-]
+__all__ = ["Batch", "TokenFile"]

@@ -1,7 +1,5 @@
 """Hold what a step is given: token ids, the labels that they are to predict, and where documents start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -26,24 +24,24 @@ class Batch(NamedTuple):
     labels: Tensor
     positions: Tensor | None = None
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         """Return the batch on ``device``; from pinned memory the copy continues after the return. The host
         still knows the numbers, see ``host_numbers``.
         """
         return self._each(lambda tensor: send(tensor, device))
 
-    def pinned(self) -> Batch:
+    def pinned(self) -> "Batch":
         """Return the batch in pinned memory, from which a GPU copies by itself."""
         return self._each(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(change(tensor) for tensor in self if tensor is not None))
 
     def samples(self) -> dict[str, Tensor]:
         """Return the tensors by name, as a step takes them; ``positions`` if there are some."""
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
-    def check_form(self) -> Batch:
+    def check_form(self) -> "Batch":
         """Return the batch; raise ``BadInput`` unless it holds whole rows of integers, all of one shape."""
         shape = self.input_ids.shape if isinstance(self.input_ids, Tensor) else ()
         for name, tensor in self._asdict().items():
@@ -59,7 +57,7 @@ class Batch(NamedTuple):
             raise BadInput("batch", name, expected=expected, found=actual)
         return self
 
-    def check_ids(self, vocab_size: int) -> Batch:
+    def check_ids(self, vocab_size: int) -> "Batch":
         """Return the batch; raise ``BadInput`` for an id, or a label that counts, outside the vocabulary.
         Runs on the host.
         """
@@ -75,7 +73,7 @@ class Batch(NamedTuple):
                 )  # fmt: skip
         return self
 
-    def split(self, size: int) -> list[Batch]:
+    def split(self, size: int) -> "list[Batch]":
         """Return micro-batches of ``size`` rows, in order."""
         parts = (tensor.split(size) for tensor in self if tensor is not None)
         return [Batch(*part) for part in zip(*parts, strict=True)]

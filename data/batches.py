@@ -20,11 +20,10 @@ from torch import Tensor
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.engine import accelerator
-from .batch import Batch as Batch
-from .batch import BatchParts
+from .batch import Batch, BatchParts
 from .mixture import Interleave
 from .rows import Documents, Overlong, Samples, rows_of
-from .shuffle import ids_at, permute, piece_of, positions_of
+from .shuffle import ids_at, piece_of, positions_of
 from .token_file import TokenFile
 
 Made = TypeVar("Made")
@@ -44,12 +43,9 @@ class SampleOrder(ABC):
     def __init__(self, interleave: Interleave, lengths: Sequence[int], global_batch: int, seed: int) -> None:
         self._interleave, self._lengths = interleave, lengths
         self.global_batch, self.seed = global_batch, seed
-        piece_of(global_batch, 0, 1)  # refuses a batch of nothing
-        permute([], 1, seed, 0)  # refuses a bad seed
 
     def resized(self, global_batch: int) -> Self:
         """Return the same rows in the same order, in batches of another size."""
-        piece_of(global_batch, 0, 1)  # refuses a batch of nothing
         other = copy(self)
         other.global_batch = global_batch
         return other
@@ -113,8 +109,6 @@ class GlobalBatches(SampleOrder):
         samples: Samples = "packed",
         overlong: Overlong = "refuse",
     ) -> None:
-        if sequence_length < 1:
-            raise BadInput("data", "sequence_length", expected="at least 1", found=sequence_length)
         mixture = [(tokens, 1.0)] if isinstance(tokens, TokenFile) else tokens
         interleave, self.files = Interleave([weight for _, weight in mixture]), [file for file, _ in mixture]
         for file in self.files[1:]:
@@ -137,19 +131,12 @@ class GlobalBatches(SampleOrder):
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
 
-    def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
-        """Return what data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
-
-        All int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
-        token, so a loss shifts nothing. ``positions`` unless every row is one run of joined text. The ranks'
-        pieces, in order, are the batch of ``data_size=1``.
-        ``BadInput`` where ``data_size`` does not divide ``global_batch``, or a token is not below the file's
-        ``vocab_size``.
-        """
-        return self.rows(step, piece_of(self.global_batch, data_index, data_size))
-
     def rows(self, step: int, rows: range) -> Batch:
-        """Return these rows, which follow one another, of the global batch of ``step``; it reads no other."""
+        """Return these rows, which follow one another, of the global batch of ``step``; it reads no other.
+
+        All int64 of shape ``[len(rows), sequence_length]``; ``positions`` unless every row is one run of
+        joined text. ``BadInput`` for a token that is not below the file's ``vocab_size``.
+        """
         sources, numbers = self.sample_ids(step, rows)
         shape = (len(numbers), self.sequence_length)
         ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)

@@ -24,9 +24,8 @@ from ..storage.output_places import check_place
 from ..storage.safe_open import open_regular, stat_regular
 from ..storage.small_files import read_text
 from ..storage.staging import Staging
-from .token_file import TokenFile
+from .token_file import TokenFile, publish_tokens, refuse_taken
 from .token_index import TokenPaths, little_endian
-from .token_publish import publish_tokens, refuse_taken
 from .token_sums import FileHashes
 
 #: Bytes read at once: a multiple of every id's size.
@@ -119,9 +118,8 @@ def _parts(foreign: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedint
             except OSError as error:
                 raise from_os_error(error, foreign.path, expected="a readable file", kind=BadInput) from None
             if not part or len(part) % dtype.itemsize:
-                raise BadInput(
-                    foreign.path, "size", expected=f"{foreign.size} bytes", found="a file that shrinks"
-                )
+                expected = f"{foreign.size} bytes"
+                raise BadInput(foreign.path, "size", expected=expected, found="a file that shrinks")
             yield done // dtype.itemsize, np.frombuffer(part, dtype)
             done += len(part)
 

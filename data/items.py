@@ -52,10 +52,8 @@ class ItemBatches(SampleOrder):
     def rows(self, step: int, rows: range) -> dict[str, Tensor]:
         """Return these items, which follow one another, of the global batch of ``step``, on dim 0."""
         sources, numbers = self.sample_ids(step, rows)
-        samples = [
-            self._checked(self._item(source, number), source, number)
-            for source, number in zip(sources.tolist(), numbers.tolist(), strict=True)
-        ]
+        places = zip(sources.tolist(), numbers.tolist(), strict=True)
+        samples = [self._checked(self._item(source, number), source, number) for source, number in places]
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.first}
 
     def _place(self, source: int, number: int) -> str:

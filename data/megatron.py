@@ -30,8 +30,6 @@ _LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
 #: not negative has the bits of a uint32.
 _TYPES = ("none", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 _CODES = {"uint32": 4, "uint16": 8}
-#: Sequences looked at together, so that memory does not grow with the file.
-_AT_ONCE = 2**20
 
 
 def read_megatron(prefix: Path) -> ForeignTokens:
@@ -94,21 +92,17 @@ def _check_sequences(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int, where: Path
 ) -> int:
     """Check that the sequences lie end to end from the first byte on, and return the number of ids."""
-    end = 0
-    for begin in range(0, len(lengths), _AT_ONCE):
-        part = lengths[begin : begin + _AT_ONCE].astype(np.int64)
-        if part.min() < 0:
-            at = int(np.argmax(part < 0))
-            raise BadInput(where, f"length of sequence {begin + at}", expected="at least 0", found=part[at])
-        starts = (end + np.cumsum(part) - part) * itemsize
-        wrong = starts != pointers[begin : begin + _AT_ONCE]
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            expected = f"{starts[at]}, the byte after the sequence before it"
-            actual = pointers[begin + at]
-            raise BadInput(where, f"pointer of sequence {begin + at}", expected=expected, found=actual)
-        end += int(part.sum())
-    return end
+    if lengths.min() < 0:
+        at = int(np.argmax(lengths < 0))
+        raise BadInput(where, f"length of sequence {at}", expected="at least 0", found=lengths[at])
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = (ends - lengths) * itemsize
+    wrong = starts != pointers
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        expected = f"{starts[at]}, the byte after the sequence before it"
+        raise BadInput(where, f"pointer of sequence {at}", expected=expected, found=pointers[at])
+    return int(ends[-1])
 
 
 def _offsets(

@@ -54,9 +54,8 @@ def _shares(weights: Sequence[float]) -> list[int]:
         raise BadInput("mixture", "sources", expected=f"at most {LONGEST_PERIOD}", found=len(weights))
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise BadInput(
-                "mixture", "weight", expected="a number above 0", found=weight, todo="Leave the source out"
-            )
+            expected = "a number above 0"
+            raise BadInput("mixture", "weight", expected=expected, found=weight, todo="Leave the source out")
     # As written: 0.7 means 7/10, and not the binary fraction next to it.
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)

@@ -1,7 +1,7 @@
 """Make rows for a step from a token file: windows of running text, or whole samples."""
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,13 @@ Overlong = Literal["refuse", "truncate", "drop"]
 
 
 def rows_of(
-    file: TokenFile, length: int, documents: str, samples: str, overlong: str
+    file: TokenFile, length: int, documents: Documents, samples: Samples, overlong: Overlong
 ) -> "WindowRows | SampleRows":
     """Make windows of running text, or samples of a chat set; ``BadInput`` if the file gives no row.
 
     Rows are of ``length`` places each; a row is always the same. ``fingerprint``: of the file, and of how
     rows are made from it. ``separate``: whether a row's positions say more than 0, 1, 2 and so on.
     """
-    for key, value, known in (
-        ("documents", documents, get_args(Documents)),
-        ("samples", samples, get_args(Samples)),
-        ("overlong", overlong, get_args(Overlong)),
-    ):
-        if value not in known:
-            raise BadInput("data", key, expected=f"one of {', '.join(known)}", found=repr(value))
     if file.targets is None:
         return WindowRows(file, length, separate=documents == "separate")
     return SampleRows(file, length, packed=samples == "packed", overlong=overlong)

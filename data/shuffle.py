@@ -23,10 +23,7 @@ def permute(indices: ArrayLike, n: int, seed: int, epochs: ArrayLike, *, stream:
     Returns int64 of the same shape. ``epochs``: one for all, or one for each index. ``stream`` gives several
     data sets with one seed an order each. Memory is proportional to ``indices`` and independent of ``n``.
     """
-    if n < 1:
-        raise BadInput("order", "samples", expected="at least 1", found=n)
-    if seed < 0:
-        raise BadInput("order", "seed", expected="a whole number from 0 up", found=seed)
+    assert n >= 1 and seed >= 0, (n, seed)
     positions = np.asarray(indices, dtype=np.int64)
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n), "an index is outside [0, n)"
     # All epochs at once: of little data, a large batch spans very many.
@@ -43,8 +40,6 @@ def permute(indices: ArrayLike, n: int, seed: int, epochs: ArrayLike, *, stream:
 
 def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
     """Return the sample ids at ``positions`` (from 0 up, any order) of the endless sequence of epochs."""
-    if n < 1:
-        raise BadInput("order", "samples", expected="at least 1", found=n)
     epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), n)
     return permute(indices, n, seed, epochs, stream=stream)
 
@@ -56,19 +51,15 @@ def positions_of(step: int, global_batch: int, rows: range) -> Ids:
     Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and a batch larger
     than the data spans several epochs.
     """
-    if step < 0:
-        raise BadInput("order", "step", expected="a whole number from 0 up", found=step)
+    assert step >= 0, step
     start = step * global_batch
-    if start + rows.stop > np.iinfo(np.int64).max:
-        raise BadInput("order", "step", expected="a position below 2**63", found=step)
     return np.arange(start + rows.start, start + rows.stop, dtype=np.int64)
 
 
 def piece_of(global_batch: int, data_index: int, data_size: int) -> range:
     """Return the rows that a data rank takes: the ranks' pieces, in order, are the global batch."""
-    if global_batch < 1:
-        raise BadInput("order", "global_batch", expected="at least 1", found=global_batch)
-    if data_size < 1 or global_batch % data_size:
+    assert global_batch >= 1, global_batch
+    if global_batch % data_size:
         expected = f"a multiple of the {data_size} data ranks"
         todo = "Change global_batch or the data axes of the layout"
         raise BadInput("order", "global_batch", expected=expected, found=global_batch, todo=todo)

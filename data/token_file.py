@@ -1,4 +1,5 @@
 """Read a token file: the ids of a corpus end to end, memory-mapped, with what is needed to trust them.
+Put a new one in place.
 
 ``<name>.bin``        little-endian uint16 (vocabulary up to 65,536) or uint32, nothing else
 ``<name>.docs.npy``   int64, where each document starts, and the number of tokens at the end
@@ -10,28 +11,27 @@
 """
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
+from ..storage.disk import Disk, writing
 from ..storage.fetched import fetched
+from ..storage.file_names import leftovers
+from ..storage.leftovers import clear_leftovers
 from ..storage.remote_folder import RemoteFolder
+from ..storage.staging import Staging
 from ..system.addresses import as_url
-from .token_index import (
-    TokenIndex,
-    TokenPaths,
-    check_size,
-    little_endian,
-    read_documents,
-    read_index,
-    read_sums,
-)
-from .token_sums import CheckedFile
+from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, read_documents, read_index, read_sums
+from .token_sums import CheckedFile, FileHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,44 +63,27 @@ class TokenFile:
         """
         paths = _local(path)
         index = read_index(paths.index)
-        dtype, count = little_endian(index.dtype), index.tokens
-        check_size(paths.tokens, count * dtype.itemsize, f"{count} tokens of {index.dtype}")
-        if index.targets:
-            check_size(paths.targets, count, f"one for each of {count} tokens")
+        sums, target_sums = read_sums(paths, index)
         documents = read_documents(paths.documents, index)
-        sums, target_sums = read_sums(paths.sums, index)
-        tokens = np.memmap(paths.tokens, dtype=dtype, mode="r")
-        checked, learnt, targets = CheckedFile(paths.tokens, tokens, sums), None, None
+        below, learnt = f"below {index.vocab_size}", None
+        tokens = CheckedFile(paths.tokens, little_endian(index.dtype), sums, index.vocab_size, below)
         if index.targets:
-            targets = np.memmap(paths.targets, dtype=np.uint8, mode="r")
-            learnt = CheckedFile(paths.targets, targets, target_sums)
-        for file in filter(None, (checked, learnt)):
-            file.read(0, 1)
-            file.read(count - 1, count)
-        return cls(paths.name, index, tokens, documents, targets, checked, learnt)
+            learnt = CheckedFile(paths.targets, np.dtype(np.uint8), target_sums, 2, "0 or 1")
+        targets = None if learnt is None else learnt.items
+        return cls(paths.name, index, tokens.items, documents, targets, tokens, learnt)
 
     def ids(self, begin: int, end: int) -> NDArray[Any]:
         """Return these tokens. Raises ``BadInput`` if they are not what was written, or if one is not
         below ``vocab_size``.
         """
-        tokens = self._checked_tokens.read(begin, end)
-        if tokens.size and tokens.max() >= self.vocab_size:
-            at = int(np.argmax(tokens >= self.vocab_size))
-            place, expected = f"token {begin + at}", f"below {self.vocab_size}"
-            todo = "The file was changed after it was made: tokenize again"
-            raise BadInput(self.paths.tokens, place, expected=expected, found=tokens[at], todo=todo)
-        return tokens
+        return self._checked_tokens.read(begin, end)
 
     def learnt(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return 1 for each of these tokens of chat data that is learnt, and 0 for the others; may raise
         ``BadInput``.
         """
         assert self._checked_targets is not None
-        targets = self._checked_targets.read(begin, end)
-        if targets.size and targets.max() > 1:
-            at = int(np.argmax(targets > 1))
-            raise BadInput(self.paths.targets, f"token {begin + at}", expected="0 or 1", found=targets[at])
-        return targets
+        return self._checked_targets.read(begin, end)
 
     @property
     def paths(self) -> TokenPaths:
@@ -124,21 +107,12 @@ class TokenFile:
 
         ``progress`` is called with the number of bytes read since its last call.
         """
-        files = [(self.paths.tokens, self.ids, self.index.sha256)]
-        if (described := self.index.targets) is not None:
-            files.append((self.paths.targets, self.learnt, described.sha256))
-        for path, read, sha256 in files:
-            digest = hashlib.sha256()
-            for start in range(0, len(self.tokens), 2**22):
-                part = read(start, min(start + 2**22, len(self.tokens)))
-                progress(part.nbytes)
-                digest.update(np.ascontiguousarray(part).data)
-            if digest.hexdigest() != sha256:
-                raise BadInput(path, "sha256", expected=sha256, found=digest.hexdigest())
-        count = 0 if self.targets is None else int(np.count_nonzero(self.targets))
-        if described is not None and count != described.tokens:
-            expected = described.tokens
-            raise BadInput(self.paths.targets, "tokens to learn", expected=expected, found=count)
+        self._checked_tokens.verify(self.index.sha256, progress)
+        learnt, described = self._checked_targets, self.index.targets
+        if learnt is not None and described is not None:
+            learnt.verify(described.sha256, progress)
+            if (count := int(np.count_nonzero(learnt.items))) != described.tokens:
+                raise BadInput(learnt.path, "tokens to learn", expected=described.tokens, found=count)
 
 
 def names_tokens(path: str | Path) -> bool:
@@ -161,3 +135,65 @@ def _local(path: str | Path) -> TokenPaths:
     named = TokenPaths.of(name)
     names = {file.name for file in named.all}
     return TokenPaths.named(fetched(folder, lambda file: file in names) / named.name)
+
+
+def publish_tokens(
+    staging: Staging,
+    paths: TokenPaths,
+    offsets: NDArray[np.int64],
+    hashes: Sequence[FileHashes],
+    others: Mapping[str, Path],
+    **facts: Any,
+) -> TokenFile:
+    """Write what describes the tokens, give every file its name, and open the token file.
+
+    ``hashes``: of the tokens, and of the targets if there are any. ``others`` has the places of files that
+    are in the staging folder already, on the disk. ``facts``: what else the index states.
+    """
+    made = staging.directory
+    with new_file(made / "documents") as file:
+        np.save(file, offsets, allow_pickle=False)
+        file.flush()
+        file.seek(0)
+        documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    checksums = b"".join(each.sums().tobytes() for each in hashes)
+    Disk().write_file(made / "sums", checksums)
+    index = TokenIndex(
+        version=VERSION,
+        tokens=int(offsets[-1]),
+        documents=len(offsets) - 1,
+        sha256=hashes[0].sha256.hexdigest(),
+        documents_sha256=documents_sha256,
+        sums_sha256=hashlib.sha256(checksums).hexdigest(),
+        **facts,
+    )
+    content = json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2)
+    Disk().write_file(made / "index", f"{content}\n".encode())
+    described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
+    staging.publish_files({**others, **described})
+    return TokenFile.open(paths.name)
+
+
+def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
+    """Refuse a name that has an index already or, with nothing unfinished beside it, any of ``others``."""
+    # A writer may have been killed after some of its files were in place: these are overwritten.
+    for path in [index, *([] if leftovers(name) else others)]:
+        if path.exists() or path.is_symlink():
+            clear_leftovers(name)
+            todo = "Remove it or choose another"
+            raise BadInput(path, expected="a new name", found="an existing file", todo=todo)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BufferedRandom]:
+    """Yield a new file; it is on the disk when the block ends. ``DiskFailed`` names it."""
+    with writing(path), path.open("wb+") as file:
+        yield file
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Make what was written to the file survive a power cut."""
+    with writing(Path(file.name)):
+        file.flush()
+        Disk().sync(file.fileno())

@@ -136,33 +136,26 @@ def read_index(path: Path) -> TokenIndex:
     except ValidationError as error:
         raise from_validation(path, error) from None
     if index.vocab_size > 2**16 and index.dtype == "uint16":
-        raise BadInput(
-            path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
-        )
+        expected = f"uint32 for a vocabulary of {index.vocab_size}"
+        raise BadInput(path, "dtype", expected=expected, found=index.dtype)
     index.check_seal(path)
     return index
 
 
 def _check_there(index: Path) -> None:
-    """Refuse a name without a token file; it may be that of a text, which is to be tokenized first."""
+    """Refuse a name without a token file; say what makes one: of a text of this name, or Megatron's files."""
     if os.path.lexists(index):
         return
-    name, command = TokenPaths.of(index).name, _command(index)
+    name = TokenPaths.of(index).name
+    words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
+    if TokenPaths.named(name).megatron.is_file():
+        words = [str(name), "--from", "megatron", "--out", str(name)]
+    command = shlex.join(["trilith", "tokenize", *words])
     if not name.exists():
-        raise BadInput(
-            name, expected="a token file", found=f"no {index.name}", todo=f"Make it with: {command}"
-        )
+        todo = f"Make it with: {command}"
+        raise BadInput(name, expected="a token file", found=f"no {index.name}", todo=todo)
     kind = "a folder" if name.is_dir() else "another file"
     raise BadInput(name, expected="a token file", found=kind, todo=f"Tokenize its text first: {command}")
-
-
-def _command(path: Path) -> str:
-    """Return what makes an index here: out of a text, or of Megatron's files of this name."""
-    name = TokenPaths.of(path).name
-    words = [str(name), "--from", "megatron", "--out", str(name)]
-    if not TokenPaths.named(name).megatron.is_file():
-        words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
-    return shlex.join(["trilith", "tokenize", *words])
 
 
 def check_size(path: Path, size: int, meaning: str) -> None:
@@ -172,11 +165,16 @@ def check_size(path: Path, size: int, meaning: str) -> None:
         raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
 
 
-def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
-    """Return the checksums of the blocks of tokens and of targets, after checking their hash in the index."""
-    tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
-    targets = block_count(index.tokens) if index.targets is not None else 0
-    size = 4 * (tokens + targets)
+def read_sums(paths: TokenPaths, index: TokenIndex) -> tuple[Sums, Sums]:
+    """Return the checksums of the blocks of tokens and of targets, after checking the sizes of these files,
+    and the hash of the checksums in the index.
+    """
+    size = index.tokens * little_endian(index.dtype).itemsize
+    check_size(paths.tokens, size, f"{index.tokens} tokens of {index.dtype}")
+    if index.targets is not None:
+        check_size(paths.targets, index.tokens, f"one for each of {index.tokens} tokens")
+    tokens, targets = block_count(size), block_count(index.tokens) if index.targets is not None else 0
+    path, size = paths.sums, 4 * (tokens + targets)
     check_size(path, size, f"{tokens + targets} checksums")
     content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()

@@ -7,6 +7,7 @@ pass over each block that is read.
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,40 @@ class FileHashes:
 
 
 class CheckedFile:
-    """Read a mapped file, and compare each block with its checksum when it is first read."""
+    """Map a file of numbers below ``limit``, the ``legal`` ones in words. Each block is compared with its
+    checksum when it is first read, the first and the last one at once.
+    """
 
-    def __init__(self, path: Path, items: NDArray[Any], sums: Sums) -> None:
-        self.path, self.items, self._sums = path, items, sums
-        self._bytes = items.view(np.uint8)
-        self._checked = np.zeros(block_count(items.nbytes), dtype=bool)
+    def __init__(self, path: Path, dtype: np.dtype[Any], sums: Sums, limit: int, legal: str) -> None:
+        self.path, self.items, self._sums = path, np.memmap(path, dtype, mode="r"), sums
+        self._limit, self._legal, self._bytes = limit, legal, self.items.view(np.uint8)
+        self._checked = np.zeros(block_count(self.items.nbytes), dtype=bool)
+        for block in (0, len(self._checked) - 1):
+            self._check(block)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Return items ``begin`` to ``end``; ``BadInput`` if they are not what was written."""
+        """Return items ``begin`` to ``end``; ``BadInput`` if they are not what was written, or not legal."""
         if end > begin:
             size = self.items.itemsize
             first, last = begin * size // BLOCK, -(-end * size // BLOCK)
             for block in np.flatnonzero(~self._checked[first:last]) + first:
                 self._check(int(block))
         items: NDArray[Any] = self.items[begin:end]
+        if items.size and items.max() >= self._limit:
+            at = int(np.argmax(items >= self._limit))
+            todo = "The file was changed after it was made: tokenize again"
+            raise BadInput(self.path, f"token {begin + at}", expected=self._legal, found=items[at], todo=todo)
         return items
+
+    def verify(self, sha256: str, progress: Callable[[int], None]) -> None:
+        """Read all items, and compare their SHA-256 too; ``progress`` is called with numbers of bytes."""
+        digest = hashlib.sha256()
+        for start in range(0, len(self.items), 2**22):
+            part = self.read(start, start + 2**22)
+            progress(part.nbytes)
+            digest.update(np.ascontiguousarray(part).data)
+        if digest.hexdigest() != sha256:
+            raise BadInput(self.path, "sha256", expected=sha256, found=digest.hexdigest())
 
     def _check(self, block: int) -> None:
         checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)

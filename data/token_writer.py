@@ -19,9 +19,8 @@ from ..storage.small_files import Journal
 from ..storage.staging import Staging
 from ..system import counted
 from .megatron import check_for_megatron, write_megatron_index
-from .token_file import TokenFile
+from .token_file import TokenFile, new_file, publish_tokens, refuse_taken, sync
 from .token_index import TargetIndex, TokenPaths, dtype_for, little_endian
-from .token_publish import new_file, publish_tokens, refuse_taken, sync
 from .token_sums import FileHashes
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
@@ -84,8 +83,6 @@ class TokenWriter:
             "tokenizer": "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here),
         }
         self._template, self._job, self._megatron = template_sha256, job, megatron
-        if not 1 <= vocab_size <= 2**32:
-            raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
         if megatron:
             check_for_megatron(vocab_size, chat=template_sha256 is not None)
         self._dtype = little_endian(dtype_for(vocab_size))
@@ -135,9 +132,8 @@ class TokenWriter:
             raise BadInput(self._paths.tokens, "ids", expected="whole numbers", found=ids.dtype)
         for extreme in (ids.min(), ids.max()):
             if not 0 <= extreme < self._vocab_size:
-                raise BadInput(
-                    self._paths.tokens, "id", expected=f"0 to {self._vocab_size - 1}", found=extreme
-                )
+                expected = f"0 to {self._vocab_size - 1}"
+                raise BadInput(self._paths.tokens, "id", expected=expected, found=extreme)
         self._write("tokens", np.ascontiguousarray(ids, dtype=self._dtype))
         self._write("lengths", np.ascontiguousarray(lengths))
         if targets is not None:

@@ -5,8 +5,4 @@ Offers ``load_recipe`` for a file with overrides, ``parse_recipe`` for plain dat
 
 from .recipe import Recipe, load_recipe, parse_recipe
 
-__all__ = [
-    "Recipe",
-    "load_recipe",
-    "parse_recipe",
-]
+__all__ = ["Recipe", "load_recipe", "parse_recipe"]

@@ -2,7 +2,7 @@
 spikes, the loss's scale.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Annotated, Literal, get_args
 
@@ -22,43 +22,37 @@ MOST_RANKS, MOST_STAGES, MOST_ROWS, MOST_AHEAD = 2**20, 2**10, 2**24, 2**10
 LONGEST_WAIT = 2**22
 
 
-def _path(text: str) -> str:
-    """Refuse what names no file; empty text would be the working directory."""
-    if not text or "\0" in text:
-        raise PydanticCustomError("path", "Input should be a path, not empty and without a NUL character")
-    return text
+def _text(form: str, is_legal: Callable[[str], bool]) -> AfterValidator:
+    """Return what refuses every other text; ``form`` says which is legal."""
+
+    def check(text: str) -> str:
+        if not is_legal(text):
+            raise PydanticCustomError("form", f"Input should be {form}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _local(text: str) -> str:
-    """Refuse an address where a path of this machine is meant: a folder of that name would be made."""
-    if address_of(text) is not None:
-        raise PydanticCustomError(
-            "local_path",
-            "Input should be a path of this machine, not an address (checkpoint.mirror may be one)",
-        )
-    return text
-
-
-def _whole(text: str) -> str:
-    """Refuse an address that names no place in its store."""
-    if (address_of(text) or "").endswith("://"):
-        raise PydanticCustomError("address", "Input should be a whole address, such as s3://bucket/folder")
-    return text
-
-
-def _code(text: str) -> str:
-    """Refuse what does not name something in a Python file."""
+def _names_code(text: str) -> bool:
     file, _, name = text.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier() or "\0" in text:
-        raise PydanticCustomError("code", "Input should be file.py:Name, such as my_model.py:MyModel")
-    return text
+    return file.endswith(".py") and name.isidentifier() and "\0" not in text
 
 
-PathText = Annotated[str, AfterValidator(_path), AfterValidator(_local)]
+# Empty text would be the working directory, and an address would become a folder of that name.
+_PATH = _text("a path, not empty and without a NUL character", lambda text: bool(text) and "\0" not in text)
+_LOCAL = _text(
+    "a path of this machine, not an address (checkpoint.mirror may be one)",
+    lambda text: address_of(text) is None,
+)
+_WHOLE = _text(
+    "a whole address, such as s3://bucket/folder", lambda text: not (address_of(text) or "").endswith("://")
+)
+
+PathText = Annotated[str, _PATH, _LOCAL]
 #: What is read may also be at an address, such as ``s3://bucket/run``; checkpoints are copied to one.
-PathOrAddress = Annotated[str, AfterValidator(_path), AfterValidator(_whole)]
+PathOrAddress = Annotated[str, _PATH, _WHOLE]
 #: Something in a Python file of the user's own, which is run.
-CodeName = Annotated[str, AfterValidator(_code), AfterValidator(_local)]
+CodeName = Annotated[str, _text("file.py:Name, such as my_model.py:MyModel", _names_code), _LOCAL]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Strict(False)]  # from a list
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

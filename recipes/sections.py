@@ -98,18 +98,12 @@ class LayoutSection(Section):
     @property
     def layout(self) -> Layout:
         """Return the layout: all keys except those that say how a pipeline cuts and runs the blocks."""
+        kind, several = schedule_kind(self.schedule), self.pipeline > 1
         return Layout.of(
             **self.model_dump(exclude={"split", "schedule", "virtual_stages"}),
-            virtual_stages=self.stages_of_a_rank,
-            v_shape=self.pipeline > 1 and schedule_kind(self.schedule).v_shape,
+            virtual_stages=(self.virtual_stages or kind.virtual_stages) if several else 1,
+            v_shape=several and kind.v_shape,
         )
-
-    @property
-    def stages_of_a_rank(self) -> int:
-        """Return the number of stages of a pipeline rank: 1 without a pipeline, whatever the schedule."""
-        if self.pipeline == 1:
-            return 1
-        return self.virtual_stages or schedule_kind(self.schedule).virtual_stages
 
 
 class DataSection(Section):

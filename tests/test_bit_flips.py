@@ -21,7 +21,7 @@ from support.configs import TINIEST_LLAMA
 from support.damage import flip_bit
 from support.folders import contents
 from support.short_runs import tiny_recipe, write_recipe
-from support.token_files import write_token_file
+from support.token_files import batch_at, write_token_file
 from trilith.checkpoints import ConversionOptions, convert, load, read_source, verify
 from trilith.cli.app import run
 from trilith.data import TokenFile
@@ -151,7 +151,7 @@ def all_tokens(root, name):
     """Every id by itself, which are to be learnt, and as the batches of a run have them."""
     file = TokenFile.open(root / name / "ids")
     batches = open_data(parse_recipe(recipe(root, STEPS, tokens=name)))
-    rows = [batches.batch(number, 0, 1) for number in range(8)]
+    rows = [batch_at(batches, number, 0, 1) for number in range(8)]
     inputs = [(row.input_ids.numpy().tobytes(), row.labels.numpy().tobytes()) for row in rows]
     count = len(file.tokens)
     learnt = None if file.targets is None else file.learnt(0, count).tobytes()

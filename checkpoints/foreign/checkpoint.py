@@ -96,13 +96,9 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
         if name == "rope_scaling" and not isinstance(stated.value, bool):
             ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
         if not _same(stated.value, ours):
-            raise BadInput(
-                where,
-                name,
-                expected=f"{stated.text}, as {stated.where} says",
-                found=ours,
-                todo="The config is of another model than the checkpoint",
-            )
+            expected = f"{stated.text}, as {stated.where} says"
+            todo = "The config is of another model than the checkpoint"
+            raise BadInput(where, name, expected=expected, found=ours, todo=todo)
 
 
 def _same(a: object, b: object) -> bool:

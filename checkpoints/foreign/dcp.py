@@ -71,11 +71,8 @@ def recognise(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[Path]:
-    return [
-        folder
-        for folder in (path, *(path / name for name in _ACCELERATE))
-        if (folder / DCP_METADATA).is_file()
-    ]
+    folders = (path, *(path / name for name in _ACCELERATE))
+    return [folder for folder in folders if (folder / DCP_METADATA).is_file()]
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -189,18 +186,15 @@ def _tensor(
         raise BadInput(where, shown(name), expected="a dtype and chunks", found="something else")
     stored, made = _DTYPES[dtype.text], []
     for chunk in chunks:
-        offsets, sizes = (
-            _sizes(field, where, name)
-            for field in _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
-        )
+        fields = _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
+        offsets, sizes = (_sizes(field, where, name) for field in fields)
         if len(offsets) != len(sizes):
             raise BadInput(where, shown(name), expected=f"{len(sizes)} offsets", found=len(offsets))
         box = Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
         place = places.get((name, offsets))
         if place is None:
-            raise BadInput(
-                where, shown(name), expected=f"a place for the chunk at {[*offsets]}", found="none"
-            )
+            expected = f"a place for the chunk at {[*offsets]}"
+            raise BadInput(where, shown(name), expected=expected, found="none")
         if not box.size:
             continue
         file, view = _view(files, where.parent, place, name)

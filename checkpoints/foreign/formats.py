@@ -36,10 +36,6 @@ class Format:
         return checkpoint
 
 
-def _is_torch_save(path: Path) -> bool:
-    return path.is_file() and path.name.endswith(_ENDINGS)
-
-
 def _read_torch_save(path: Path) -> ForeignCheckpoint:
     """Read the headers of one file in which ``torch.save`` wrote a model, or a trainer's dict with one."""
     if path.with_name(f"{path.name.removesuffix('.bin')}.docs.npy").exists():
@@ -62,11 +58,8 @@ def _refuse_gguf(path: Path) -> ForeignCheckpoint:
 
 #: In this order: a format whose folder holds files of a later one comes before it.
 FORMATS: tuple[Format, ...] = (
-    Format(megatron_dist.FORM, megatron_dist.recognise, megatron_dist.read),
-    Format(megatron_legacy.FORM, megatron_legacy.recognise, megatron_legacy.read),
-    Format(dcp.FORM, dcp.recognise, dcp.read),
-    Format(meta.FORM, meta.recognise, meta.read),
-    Format(_TORCH_SAVE, _is_torch_save, _read_torch_save),
+    *(Format(form.FORM, form.recognise, form.read) for form in (megatron_dist, megatron_legacy, dcp, meta)),
+    Format(_TORCH_SAVE, lambda path: path.is_file() and path.name.endswith(_ENDINGS), _read_torch_save),
     Format("GGUF", _is_gguf, _refuse_gguf),
 )
 

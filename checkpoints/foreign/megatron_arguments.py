@@ -4,6 +4,7 @@ Source: ``megatron/training/arguments.py`` (names and defaults), ``checkpointing
 ``megatron/core/safe_globals.py`` (what else is pickled with them).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ NAMES = _Names.fromkeys(
         *(f"numpy.{at}.multiarray.{name}" for at in ("core", "_core") for name in ("_reconstruct", "scalar")),
     )
 )
+
+
+def nested(stored: object, levels: int) -> Iterator[tuple[str, object]]:
+    """Yield what lies in nested dicts, by dotted names; a dict that is named many times is walked once."""
+    level, seen = [("", stored)], set[int]()
+    for _ in range(levels):
+        below: list[tuple[str, object]] = []
+        for prefix, parent in level:
+            for key, child in parent.items() if isinstance(parent, dict) else ():
+                yield f"{prefix}{key}", child
+                if isinstance(child, dict) and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append((f"{prefix}{key}.", child))
+        level = below
+
+
 _LONGEST = 200
 #: What a tensor's numbers or a model's meaning depends on, if it is on; by Megatron's argument.
 _REFUSED = {
@@ -86,21 +103,22 @@ class Arguments:
         """Refuse a model whose weights mean something that the table of names does not say."""
         for name, why in _REFUSED.items():
             if value := getattr(self, name):
-                raise BadInput(
-                    self._where, f"args.{name}", expected="none", found=shown(value), todo=f"Not read: {why}"
-                )
+                todo = f"Not read: {why}"
+                raise BadInput(self._where, f"args.{name}", expected="none", found=shown(value), todo=todo)
 
     def stated(self) -> dict[str, Stated]:
         """Return the facts, by the names of a config's fields; a set or a range holds all that would do."""
         if not self.known:
             return {}
+        untied = self.untie_embeddings_and_output_weights
+        tied = None if untied is None else not untied
         facts: dict[str, tuple[str, object]] = {
             "num_hidden_layers": ("num_layers", self.num_layers),
             "hidden_size": ("hidden_size", self.hidden_size),
             "num_attention_heads": ("num_attention_heads", self.num_attention_heads),
             "head_dim": ("kv_channels", self.kv_channels),
             "intermediate_size": ("ffn_hidden_size", self.ffn_hidden_size),
-            "tie_word_embeddings": ("untie_embeddings_and_output_weights", self._tied()),
+            "tie_word_embeddings": ("untie_embeddings_and_output_weights", tied),
             "hidden_act": ("swiglu", self._activation()),
             "num_key_value_heads": ("num_query_groups", self.num_attention_heads),
             "vocab_size": ("padded_vocab_size", self._vocabulary()),
@@ -121,10 +139,6 @@ class Arguments:
             for name, (argument, value) in facts.items()
             if value is not None
         }
-
-    def _tied(self) -> bool | None:
-        untied = self.untie_embeddings_and_output_weights
-        return None if untied is None else not untied
 
     def _activation(self) -> object:
         if self.swiglu:
@@ -210,8 +224,6 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
     try:
         stated = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(path, expected="YAML", found=shown(str(error))) from None
     model = stated.get("model") if isinstance(stated, dict) else None
     if not isinstance(model, dict):

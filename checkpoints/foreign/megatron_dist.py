@@ -22,7 +22,7 @@ from ...storage.torch_archive import Maker, ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, nested, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.
@@ -56,10 +56,8 @@ def read(path: Path) -> ForeignCheckpoint:
     folder = step_folder(path)
     backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
     if backend != "torch_dist":
-        todo = "Save with --ckpt-format torch_dist"
-        raise BadInput(
-            folder / _CONFIG, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo
-        )
+        where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
+        raise BadInput(where, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo)
     common = read_archive(ViewFile.of(contained(folder, _COMMON)), allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
@@ -99,10 +97,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _take_states(
-    checkpoint: ForeignCheckpoint,
-    states: dict[str, Catalog],
-    left: list[str],
-    common: Mapping[Any, Any],
+    checkpoint: ForeignCheckpoint, states: dict[str, Catalog], left: list[str], common: Mapping[Any, Any]
 ) -> None:
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
@@ -131,16 +126,14 @@ def _take_states(
 
 def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
-    level, seen = [stored], set[int]()  # a dict that a file names many times is walked once
-    for _ in range(6):
-        groups = [node["param_groups"] for node in level if isinstance(node, dict) and "param_groups" in node]
-        for group in (group for group_list in groups if isinstance(group_list, list) for group in group_list):
-            if isinstance(group, dict) and type(group.get("step")) is int:
-                return int(group["step"])
-        children = {id(child): child for node in level if isinstance(node, dict) for child in node.values()}
-        level = [child for key, child in children.items() if key not in seen]
-        seen |= children.keys()
-    return None
+    steps = (
+        int(group["step"])
+        for name, groups in nested(stored, 6)
+        if name.endswith("param_groups") and isinstance(groups, list)
+        for group in groups
+        if isinstance(group, dict) and type(group.get("step")) is int
+    )
+    return next(steps, None)
 
 
 def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalog:
@@ -153,13 +146,8 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
     for name, state in states.items():
         if (weight := checkpoint.tensors.get(name)) is None:
             todo = "The optimizer and the model are not of one checkpoint"
-            raise BadInput(
-                checkpoint.path,
-                f"{kind} of {shown(name)}",
-                expected="a weight of that name",
-                found="none",
-                todo=todo,
-            )
+            key, expected = f"{kind} of {shown(name)}", "a weight of that name"
+            raise BadInput(checkpoint.path, key, expected=expected, found="none", todo=todo)
         if state.shape == weight.shape:
             shaped[name] = state
             continue
@@ -212,12 +200,10 @@ def _numbered(tensors: Catalog, path: Path) -> Iterator[tuple[str, LazyTensor]]:
         if (match := _STACK.fullmatch(name)) is None:
             yield name, tensor
             continue
-        if tensor.shape and tensor.shape[0] > MOST_LAYERS:
-            layer_count = f"{tensor.shape[0]:,}"
-            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=layer_count)
-        layers: dict[int, list[Piece[Key]]] = {
-            number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
-        }
+        count = tensor.shape[0] if tensor.shape else 0
+        if count > MOST_LAYERS:
+            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=f"{count:,}")
+        layers: dict[int, list[Piece[Key]]] = {number: [] for number in range(count)}
         for piece in tensor.near(tensor.box):
             first, inner = piece.box.start[0], Box(piece.box.start[1:], piece.box.stop[1:])
             for number in range(first, piece.box.stop[0]):

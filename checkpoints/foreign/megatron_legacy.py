@@ -21,7 +21,7 @@ from ...storage.strides import View
 from ...storage.torch_archive import ViewFile, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
-from .megatron_arguments import NAMES, Arguments, step_folder
+from .megatron_arguments import NAMES, Arguments, nested, step_folder
 from .megatron_dist import READABLE
 from .megatron_parts import whole_parts
 
@@ -127,16 +127,12 @@ def _rank_folders(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tuple[int, int, int]:
     """Return the tensor, pipeline and expert rank; one number may be missing where its axis has size 1."""
     tensor, *others = (int(digits) for digits in match.groups() if digits is not None)
-    pipelined = arguments.size("pipeline_model_parallel_size") > 1
-    expert = arguments.size("expert_model_parallel_size") > 1
-    if len(others) != pipelined + expert:
-        folder_name, stated = match[0], f"{pipelined + expert} numbers after the first"
-        raise BadInput(file, "args", expected=f"a folder's name with {stated}", found=folder_name)
-    if len(others) == 2:
-        return tensor, others[0], others[1]
-    if not others:
-        return tensor, 0, 0
-    return (tensor, 0, others[0]) if expert and not pipelined else (tensor, others[0], 0)
+    is_cut = [arguments.size(f"{axis}_model_parallel_size") > 1 for axis in ("pipeline", "expert")]
+    if len(others) != sum(is_cut):
+        expected = f"a folder's name with {sum(is_cut)} numbers after the first"
+        raise BadInput(file, "args", expected=expected, found=match[0])
+    pipeline, expert = (others.pop(0) if axis_is_cut else 0 for axis_is_cut in is_cut)
+    return tensor, pipeline, expert
 
 
 def _check_version(value: dict[object, object], file: Path) -> None:
@@ -164,31 +160,18 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
 def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
     """Return a model's tensors by megatron-core's names, and the number of extra states."""
     tensors: dict[str, View] = {}
-    extra, level = 0, [("", stored)]
-    seen: set[int] = set()  # a dict that a file names many times is walked once
-    for _ in range(8):
-        below: list[tuple[str, object]] = []
-        for prefix, value in level:
-            for key, child in value.items() if isinstance(value, dict) else ():
-                name = f"{prefix}{key}"
-                if "_extra_state" in name:
-                    extra += 1
-                elif isinstance(child, View):
-                    tensors[_renamed(name)] = child
-                elif isinstance(child, dict) and id(child) not in seen:
-                    seen.add(id(child))
-                    below.append((f"{name}.", child))
-        level = below
+    extra = 0
+    for name, child in nested(stored, 8):
+        if "_extra_state" in name:
+            extra += 1
+        elif isinstance(child, View):
+            name = name.removeprefix("module.")
+            for pattern, new in _OLDER:
+                name = pattern.sub(new, name, count=1)
+            tensors[name] = child
     if not tensors:
         raise BadInput(file, "model", expected="tensors", found="none")
     return tensors, extra
-
-
-def _renamed(name: str) -> str:
-    name = name.removeprefix("module.")
-    for pattern, new in _OLDER:
-        name = pattern.sub(new, name, count=1)
-    return name
 
 
 def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> tuple[Catalog, list[str]]:
@@ -236,15 +219,13 @@ def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
             numbers = {int(match[1]) for name in model if (match := _LAYER.fullmatch(name))}
             known = counted.setdefault((stage, rank.pipeline), len(numbers))
             if known != len(numbers) or numbers != set(range(len(numbers))):
-                raise BadInput(
-                    rank.file.path, "layers", expected=f"0 to {known - 1}", found=shown(sorted(numbers))
-                )
+                expected = f"0 to {known - 1}"
+                raise BadInput(rank.file.path, "layers", expected=expected, found=shown(sorted(numbers)))
     before, total = {}, 0
     for place in sorted(counted):
         before[place] = total
         total += counted[place]
     if total != arguments.num_layers:
-        raise BadInput(
-            folder, "layers", expected=f"{arguments.num_layers}, as args.num_layers says", found=total
-        )
+        expected = f"{arguments.num_layers}, as args.num_layers says"
+        raise BadInput(folder, "layers", expected=expected, found=total)
     return before

@@ -52,13 +52,9 @@ def whole_parts(
 
 def _check_dims(name: str, view: View, where: Path) -> None:
     """Refuse a layer's tensor that has not the dims of its kind."""
-    if _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name) or _COLUMNS.fullmatch(name):
-        wanted = 2
-    elif _ROWS.fullmatch(name):
-        wanted = 1 if name.endswith(".bias") else 2
-    else:
-        return
-    if len(view.shape) != wanted:
+    wanted = 1 if name.endswith(".bias") else 2
+    is_layer = any(pattern.fullmatch(name) for pattern in (_EXPERT, _GROUPED, _COLUMNS, _ROWS))
+    if is_layer and len(view.shape) != wanted:
         raise BadInput(where, name, expected=f"{wanted} dims", found=[*view.shape])
 
 

@@ -69,9 +69,8 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         if not isinstance(present.get("role"), str):
             raise BadInput(where, f"{at}.role", expected="text", found=repr(message.get("role")))
         if not isinstance(present.get("content"), str | list) and "tool_calls" not in present:
-            raise BadInput(
-                where, f"{at}.content", expected="text or a list of parts", found=repr(message.get("content"))
-            )
+            expected = "text or a list of parts"
+            raise BadInput(where, f"{at}.content", expected=expected, found=repr(message.get("content")))
         messages.append(present)
     return messages
 

@@ -6,8 +6,6 @@ included, is the assistant's. That needs a template that writes a beginning as t
 does not (it drops earlier thoughts, say) is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -25,13 +23,7 @@ from ...storage.small_files import read_text
 from ...system import counted
 from ..token_file import TokenFile
 from .chat_formats import Conversation
-from .tokenizer_loading import (
-    CHAT_OPTIONS,
-    FolderTokenizer,
-    Tokenizer,
-    check_length,
-    check_text,
-)
+from .tokenizer_loading import CHAT_OPTIONS, FolderTokenizer, Tokenizer, check_length, check_text
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -47,26 +39,25 @@ class Chat:
     variables: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(template: Path | None, settings: Sequence[str]) -> Chat:
+    def of(template: Path | None, settings: Sequence[str]) -> "Chat":
         """Make it from ``name=value`` settings."""
         variables = {}
         for setting in settings:
             name, equals, value = setting.partition("=")
             if not equals or not name.isidentifier():
-                raise BadInput(
-                    "--template-set", setting, expected="name=value, such as enable_thinking=false"
-                )
+                expected = "name=value, such as enable_thinking=false"
+                raise BadInput("--template-set", setting, expected=expected)
             variables[name] = value
         return Chat(template, tuple(sorted(variables.items())))
 
-    def on_one_day(self, loaded: Tokenizer, where: Path) -> Chat:
+    def on_one_day(self, loaded: Tokenizer, where: Path) -> "Chat":
         """Return a copy with today's date for a template that asks the clock: all samples get one date."""
         text, variables = self.template_of(loaded, where).text, dict(self.variables)
         if "strftime_now" in text and "date_string" in text:
             variables.setdefault("date_string", date.today().strftime("%d %b %Y"))
         return Chat(self.template, tuple(sorted(variables.items())))
 
-    def template_of(self, loaded: Tokenizer, where: Path) -> ChatTemplate:
+    def template_of(self, loaded: Tokenizer, where: Path) -> "ChatTemplate":
         if not isinstance(loaded, FolderTokenizer):
             expected = "a Hugging Face tokenizer folder, for a chat template"
             raise BadInput(where, expected=expected, found="a SentencePiece file")
@@ -109,15 +100,9 @@ class ChatTemplate:
         text = self._text(conversation.messages, conversation, where)
         check_text(text, where)
         if self.marked:
-            encoding = self._apply(
-                conversation.messages,
-                conversation,
-                where,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_offsets_mapping": True, **CHAT_OPTIONS},
-            )
+            options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
+            options["tokenizer_kwargs"] = {"return_offsets_mapping": True, **CHAT_OPTIONS}
+            encoding = self._apply(conversation.messages, conversation, where, tokenize=True, **options)
             ids: list[int] = encoding["input_ids"]
             learnt = np.array(encoding["assistant_masks"], dtype=np.uint8)
             if conversation.prompt_length:

@@ -6,6 +6,7 @@ paragraphs), so the documents do not depend on where the cuts fall.
 
 import functools
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ CHAT_KEYS = (
 )
 
 _BLOCK = 2**20
+_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 Kind = Literal["text", "paragraphs", "lines", "rows"]
 
@@ -96,7 +98,7 @@ def read_blocks(
         kind = "lines"
     end = {
         "lines": lambda data: data.rfind(b"\n") + 1,
-        "paragraphs": _end_of_paragraph,
+        "paragraphs": lambda data: max((match.end() for match in _BLANK_LINES.finditer(data)), default=0),
         "text": lambda data: 0,
     }[kind]
     with path.open("rb") as raw:
@@ -218,16 +220,6 @@ def _cut(stream: BinaryIO, size: int, end: Callable[[bytes], int], path: Path) -
             raise BadInput(path, "document", expected=expected, found="a longer one", todo=todo)
     if buffer:
         yield buffer
-
-
-def _end_of_paragraph(data: bytes) -> int:
-    """Return the position after the last blank line."""
-    end = len(data)
-    while (end := data.rfind(b"\n", 0, end)) >= 0:
-        start = data.rfind(b"\n", 0, end) + 1
-        if not data[start:end].strip(b" \t\r") and start:
-            return end + 1
-    return 0
 
 
 def _inner_name(path: Path) -> str:

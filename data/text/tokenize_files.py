@@ -64,11 +64,6 @@ class Encoded:
     unended: int = 0
 
 
-def useful_workers(size: int) -> int:
-    """Return the number of cores, or fewer: a process must have more work than the time it takes to start."""
-    return min(usable_cores(), 1 + size // _WORTH_A_PROCESS)
-
-
 def encode_all(
     blocks: Iterable[tuple[int, Block]], job: Job, loaded: Tokenizer, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
@@ -177,7 +172,7 @@ def tokenize(
     chat: Chat | None = None,
     workers: int | None = None,
     megatron: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda read, written: None,
 ) -> TokenFile:
     """Tokenize ``inputs``, in order, into the token file ``out``, which must not exist.
 
@@ -201,18 +196,17 @@ def tokenize(
     check_place(out, [*inputs, tokenizer])
     size = check_inputs(inputs, chat=chat is not None)
     loaded = load_tokenizer(tokenizer)
-    template = None
+    template_sha256 = None
     if chat is not None:
         chat = chat.on_one_day(loaded, tokenizer)
-        template = chat.template_of(loaded, tokenizer)
+        template_sha256 = chat.template_of(loaded, tokenizer).sha256
     elif append_eos and loaded.eos_id is None:
-        raise BadInput(
-            tokenizer, "eos", expected="an end of sequence token", found="none", todo="Use --no-append-eos"
-        )
+        expected = "an end of sequence token"
+        raise BadInput(tokenizer, "eos", expected=expected, found="none", todo="Use --no-append-eos")
     bos_id = _begin(loaded, tokenizer, bos, chat)
     job = Job(tokenizer, json_key, append_eos, chat, bos_id)
-    workers = useful_workers(size) if workers is None else workers
-    template_sha256 = None if template is None else template.sha256
+    if workers is None:
+        workers = min(usable_cores(), 1 + size // _WORTH_A_PROCESS)
     writer = TokenWriter(
         out,
         vocab_size=loaded.vocab_size,
@@ -230,8 +224,7 @@ def tokenize(
         for done, encoded in encode_all(blocks, job, loaded, workers):
             writer.add_documents(encoded.ids, encoded.lengths, encoded.targets)
             writer.finished(encoded.left_out, encoded.unended)
-            if on_progress is not None:
-                on_progress(done, writer.tokens)
+            on_progress(done, writer.tokens)
         if not writer.tokens and not writer.left_out:
             where = ", ".join(str(path) for path in inputs[:3]) + (", …" if len(inputs) > 3 else "")
             raise BadInput(where, "text", expected="at least one document", found="none")

@@ -73,12 +73,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.is_dir():
         return FolderTokenizer(path)
+    expected = "a SentencePiece .model file or a tokenizer folder"
     if not path.exists():
-        raise BadInput(
-            path, expected="a SentencePiece .model file or a tokenizer folder", found="nothing there"
-        )
+        raise BadInput(path, expected=expected, found="nothing there")
     if path.suffix != ".model":
-        expected = "a SentencePiece .model file or a tokenizer folder"
         todo = "Give the folder that holds it" if path.suffix == ".json" else ""
         raise BadInput(path, expected=expected, found=f"a file that ends in {path.suffix!r}", todo=todo)
     return _SentencePieceTokenizer(path)
@@ -272,9 +270,8 @@ def _auto_tokenizer(path: Path) -> Any:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
         reason = " ".join(str(error).split())[:200]
-        raise BadInput(
-            path, expected="a tokenizer that AutoTokenizer loads without a network", found=reason
-        ) from error
+        expected = "a tokenizer that AutoTokenizer loads without a network"
+        raise BadInput(path, expected=expected, found=reason) from error
 
 
 def _read(path: Path) -> bytes:

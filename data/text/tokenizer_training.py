@@ -62,8 +62,6 @@ def train_tokenizer(
     or fit it, or the folder exists and is not empty. Source: Kudo and Richardson, SentencePiece, 2018.
     """
     folder = Path(folder)
-    if model_type not in ("bpe", "unigram"):
-        raise BadInput("tokenizer", "model_type", expected="bpe or unigram", found=repr(model_type))
     if not 260 <= vocab_size <= MOST_IDS:
         expected = f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}"
         raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
@@ -186,9 +184,8 @@ def _backend(model: bytes, model_type: str) -> Any:
         core = models.Unigram(scores, unk_id=processor.unk_id(), byte_fallback=True)
     backend = Backend(core)
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    blanks = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in _SPECIAL])
     return backend
 

@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...parallel_state import BadInput
-from .translation import (
-    ULYSSES,
-    ForeignConfig,
-    RecipeDraft,
-    half_dtype,
-    set_compute,
-    set_loss_scale,
-)
+from .translation import ULYSSES, ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _DTYPES = {
@@ -45,8 +38,7 @@ def from_deepspeed(
     _layout(config, draft, ranks)
     _optimizer(config, draft)
     _memory(config, draft)
-    if (log_every := config.whole("steps_per_print", least=1)) is not None:
-        draft.set("log_every", log_every)
+    draft.set("log_every", config.whole("steps_per_print", least=1))
     _reduction(config, draft)
     if config.section("tensorboard").flag("enabled"):
         draft.set("watch.trackers", ["tensorboard"])
@@ -67,8 +59,7 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
     dtype = half_dtype(config, "fp16.enabled", fp16=fp16.flag("enabled"), bf16=bf16)
     if dtype is None and autocast.flag("enabled"):
         dtype = _DTYPES.get(str(autocast.text("dtype")).removeprefix("torch."), "bfloat16")
-    if dtype is not None:
-        set_compute(draft, dtype)
+    set_compute(draft, dtype)
     if fp16.flag("enabled"):
         static = fp16.number("loss_scale", 0.0)
         initial = static or 2.0 ** (fp16.whole("initial_scale_power", 16, most=1023) or 0)
@@ -106,9 +97,9 @@ def _layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> Non
     draft.set_or_blank("data.global_batch", rows or (micro_batch and unit * (accumulation or 1)))
     if context > 1:
         draft.set("layout.context", context, ULYSSES)
-    for axis, size in (("tensor", tensor), ("pipeline", stages), ("data", data), ("expert", expert or 1)):
-        if size > 1 or axis == "data":
-            draft.set(f"layout.{axis}", size)
+    draft.set_axes(tensor=tensor, pipeline=stages)
+    draft.set("layout.data", data)
+    draft.set_axes(expert=expert or 1)
     if interval := pipeline.whole("activation_checkpoint_interval"):
         remark = f"of stretches of {interval} blocks" if interval > 1 else ""
         draft.set("memory.checkpointing", "full", remark)
@@ -125,8 +116,8 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.set("optimizer.lr", rate)
     elif params.raw.get("lr") != "auto":
         draft.set("optimizer.lr", _LR, "DeepSpeed's and torch's where none is said")
-    betas = params.value("betas")
-    draft.set("optimizer.betas", betas if betas is not None else [0.9, 0.999])
+    draft.set("optimizer.betas", [0.9, 0.999])
+    draft.set("optimizer.betas", params.value("betas"))
     draft.set("optimizer.eps", params.number("eps", 1e-8))
     decay = params.number("weight_decay", 0.0) or 0.0
     draft.set("optimizer.weight_decay", decay, "of matrices alone" if decay else "")
@@ -150,16 +141,10 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft, rate: float | None) -> 
     cosine = kind == "WarmupCosineLR"
     if not cosine:
         _peak(params, draft, kind, rate)
-    if minimum := params.number("warmup_min_lr", 0.0):
-        draft.miss("scheduler.params.warmup_min_lr", minimum, "the warm-up begins near 0")
-    if (warmup := params.whole("warmup_num_steps", 1000)) is not None:
-        draft.set("optimizer.warmup", warmup)
+    draft.set("optimizer.warmup", params.whole("warmup_num_steps", 1000))
     if (shape := params.text("warmup_type") or "log") != "linear":
         draft.miss("scheduler.params.warmup_type", shape, "the warm-up is a straight line")
-    if (steps := params.whole("total_num_steps", least=1)) is not None:
-        draft.set("steps", steps)
-    if cosine and (ratio := params.number("warmup_min_ratio", 0.0)):
-        draft.miss("scheduler.params.warmup_min_ratio", ratio, "it begins near 0")
+    draft.set("steps", params.whole("total_num_steps", least=1))
     draft.set("optimizer.minimum_ratio", (params.number("cos_min_ratio", 1e-4) or 0.0) if cosine else 0.0)
 
 

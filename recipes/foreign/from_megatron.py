@@ -1,20 +1,23 @@
 """Translate the arguments of a Megatron-LM run to a recipe."""
 
+import math
 from typing import Any
 
 from ...data.megatron import parse_blend
+from ...parallel_state import BadInput
 from ...system import counted
 from .megatron_arguments import Arguments
-from .megatron_layout import layout, steps_and_schedule
-from .megatron_model import model_shape
-from .translation import (
-    ForeignConfig,
-    RecipeDraft,
-    half_dtype,
-    reason_of,
-    set_compute,
-    set_loss_scale,
-)
+from .megatron_model import model_shape, router_losses
+from .translation import ForeignConfig, RecipeDraft, half_dtype, reason_of, set_compute, set_loss_scale
+
+#: The ZeRO stage of each way in which Megatron-FSDP shards.
+_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+#: Our name of each of Megatron's shapes.
+_SCHEDULES = {
+    **{name: name for name in ("constant", "linear", "cosine")},
+    **{"inverse-square-root": "inverse_sqrt", "WSD": "wsd"},
+}
+_DECAY_SHAPES = {"minus_sqrt": "1-sqrt", "exponential": "1-sqrt"}
 
 
 def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None) -> RecipeDraft:
@@ -31,16 +34,96 @@ def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None)
     draft.set("out", config.text("save") or "run")
     draft.set("device", "cuda")
     draft.set("seed", config.whole("seed", 1234))
-    layout(config, draft, ranks or arguments.ranks)
-    steps_and_schedule(config, draft, _batch(config, draft))
+    _axes(config, draft, ranks or arguments.ranks)
+    _steps_and_schedule(config, draft, _batch(config, draft))
     _precision(config, draft)
     _optimizer(config, draft)
     _recompute(config, draft)
     if model_shape(config, draft):
-        _experts(config, draft)
+        router_losses(config, draft)
     _data(config, draft)
     _saving(config, draft)
     return draft.finish(config, "megatron")
+
+
+def _axes(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> None:
+    """Set the axes for this number of ranks; ``BadInput`` if the sizes do not divide it."""
+    sizes = {
+        "tensor": config.whole("tensor_model_parallel_size", 1, least=1) or 1,
+        "pipeline": config.whole("pipeline_model_parallel_size", 1, least=1) or 1,
+        "context": config.whole("context_parallel_size", 1, least=1) or 1,
+    }
+    replica_size = math.prod(sizes.values())
+    if ranks is None:
+        draft.miss_ranks("few as fit")
+        ranks = replica_size
+    if not ranks or ranks % replica_size:
+        axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        todo = "Say the real number with --ranks"
+        raise BadInput(draft.where, "ranks", expected=f"a multiple of {axes}", found=ranks, todo=todo)
+    data = ranks // replica_size
+    draft.set_axes(**sizes)
+    draft.set("layout.data", data)
+    draft.set("layout.sequence", (config.flag("sequence_parallel") and sizes["tensor"] > 1) or None)
+    _zero(config, draft, data)
+    _expert(config, draft, data * sizes["context"])
+    expert_tensor = config.whole("expert_tensor_parallel_size", least=1)
+    if expert_tensor not in (None, sizes["tensor"]):
+        why = reason_of("megatron", "expert_tensor_parallel_size")
+        draft.miss("expert_tensor_parallel_size", expert_tensor, why)
+    _virtual(config, draft, sizes["pipeline"])
+
+
+def _expert(config: ForeignConfig, draft: RecipeDraft, ranks: int) -> None:
+    """Set expert parallelism: as many of ``ranks``, those of data and context, as it divides."""
+    expert = config.whole("expert_model_parallel_size", 1, least=1) or 1
+    size = math.gcd(expert, ranks)
+    draft.set_axes(expert=size)
+    if size != expert:
+        why = f"experts lie on the {counted(ranks, 'rank')} of data and context"
+        draft.miss("expert_model_parallel_size", expert, why)
+
+
+def _zero(config: ForeignConfig, draft: RecipeDraft, data: int) -> None:
+    strategy = config.text("data_parallel_sharding_strategy") or "no_shard"
+    if strategy not in _STRATEGIES:
+        raise config.bad("data_parallel_sharding_strategy", " or ".join(_STRATEGIES), strategy)
+    distributed, fsdp = config.flag("use_distributed_optimizer"), config.flag("use_megatron_fsdp")
+    stage = _STRATEGIES[strategy] if fsdp else int(distributed)
+    if config.flag("use_torch_fsdp2"):
+        if fsdp:
+            raise config.bad("use_torch_fsdp2", "one of use_torch_fsdp2 and use_megatron_fsdp", "both")
+        stage = 3
+    draft.set("layout.zero", stage, "the distributed optimizer" if stage == 1 and distributed else "")
+    replicas = config.whole("num_distributed_optimizer_instances", 1, least=1) or 1
+    if replicas > 1 and stage:
+        if data % replicas:
+            expected = f"a divisor of the {data} data ranks"
+            raise config.bad("num_distributed_optimizer_instances", expected, replicas)
+        draft.set("layout.data_replicate", replicas)
+    if config.flag("optimizer_cpu_offload"):
+        draft.set_offload()
+
+
+def _virtual(config: ForeignConfig, draft: RecipeDraft, pipeline: int) -> None:
+    """Set the stages of a rank; with several, Megatron's schedule is the interleaved one."""
+    stages = config.whole("num_virtual_stages_per_pipeline_rank", least=1)
+    if (blocks := config.whole("num_layers_per_virtual_pipeline_stage", least=1)) is not None:
+        layers = config.whole("num_layers", 0) or 0
+        computed, rest = divmod(layers, pipeline * blocks)
+        if rest:
+            expected = f"a divisor of num_layers={layers} / pipeline_model_parallel_size={pipeline}"
+            raise config.bad("num_layers_per_virtual_pipeline_stage", expected, blocks)
+        if stages not in (None, computed):  # Megatron stores both
+            expected = f"{computed}, with {blocks} blocks a stage"
+            raise config.bad("num_virtual_stages_per_pipeline_rank", expected, stages)
+        stages = computed
+    if stages is None or stages == 1:
+        return
+    if pipeline == 1:
+        raise config.bad("pipeline_model_parallel_size", f"at least 2 with {stages} stages a rank", 1)
+    draft.set("layout.schedule", "interleaved")
+    draft.set("layout.virtual_stages", stages)
 
 
 def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
@@ -56,9 +139,72 @@ def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", rows)
     draft.set_or_blank("data.sequence_length", config.whole("seq_length", least=1))
-    if rampup := config.value("rampup_batch_size"):
-        draft.miss("rampup_batch_size", rampup, f"every step has {counted(rows, 'row')}")
     return rows
+
+
+def _span(config: ForeignConfig, name: str, batch: int, *, by_samples: bool) -> int | None:
+    """Return ``<name>_iters``, or ``<name>_samples`` in steps; the run and its spans must count alike."""
+    iters, samples = config.whole(f"{name}_iters"), config.whole(f"{name}_samples")
+    if iters and samples:
+        if iters != samples // batch:  # Megatron stores both
+            expected = f"{name}_iters={iters} x {counted(batch, 'row')}, or one of them"
+            raise config.bad(f"{name}_samples", expected, samples)
+    elif (samples and not by_samples) or (iters and by_samples):
+        unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+        raise config.bad(f"{name}_{other}", f"{name}_{unit} beside train_{unit}", samples or iters)
+    return iters or (samples // batch if samples else iters)
+
+
+def _steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -> None:
+    """Set the number of steps, of ``batch`` rows each, and the learning rate over them."""
+    samples = config.whole("train_samples")
+    by_samples = bool(samples)
+    steps = _span(config, "train", batch, by_samples=by_samples)
+    decay = _span(config, "lr_decay", batch, by_samples=by_samples) or steps
+    warmup = _span(config, "lr_warmup", batch, by_samples=by_samples)
+    wsd_decay = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
+    fraction = config.number("lr_warmup_fraction")
+    style = config.text("lr_decay_style") or "linear"
+    if style not in _SCHEDULES:
+        raise config.bad("lr_decay_style", " or ".join(_SCHEDULES), style)
+    if fraction is not None and warmup:
+        raise config.bad("lr_warmup_fraction", "this or a number of iterations or samples", "both")
+    if steps is None:
+        draft.blank("steps")
+    elif decay is not None and decay > steps and style != "constant":
+        draft.set("steps", decay, "the rate falls over these")
+        draft.set("stop_after", steps)
+    else:
+        draft.set("steps", steps, counted(samples, "sample") if samples else "")
+        if decay is not None and decay < steps and style != "constant":
+            why = f"the rate is lowest after {counted(steps, 'step')}, the last one"
+            draft.miss("lr_decay_samples" if by_samples else "lr_decay_iters", decay, why)
+    draft.set("optimizer.schedule", _SCHEDULES[style])
+    if fraction and decay:
+        draft.set("optimizer.warmup", round(fraction * decay), f"{fraction:g} of the steps")
+    elif fraction:
+        draft.miss("lr_warmup_fraction", fraction, "a share of steps that are not said; set optimizer.warmup")
+    else:
+        draft.set("optimizer.warmup", warmup or 0)
+    _rates(config, draft, style, wsd_decay)
+
+
+def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, wsd_decay: int | None) -> None:
+    rate, minimum = config.number("lr"), config.number("min_lr", 0.0) or 0.0
+    if rate is None:
+        draft.miss("lr", None, "the file does not say it; set optimizer.lr")
+    elif minimum > rate:
+        raise config.bad("min_lr", f"at most lr={rate:g}", minimum)
+    else:
+        draft.set("optimizer.lr", rate)
+    if rate and style != "constant":
+        draft.set("optimizer.minimum_ratio", minimum / rate, f"min_lr = {minimum:g}")
+    if style == "WSD":
+        draft.set("optimizer.decay", wsd_decay or None)
+        shape = config.text("lr_wsd_decay_style") or "exponential"
+        draft.set("optimizer.decay_shape", _DECAY_SHAPES.get(shape, shape))
+        if shape == "exponential":
+            draft.miss("lr_wsd_decay_style", shape, "taken as 1-sqrt; linear and cosine are there too")
 
 
 def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -69,14 +215,12 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
         dtype = "float8"
         if (scaling := config.text("fp8_recipe") or "delayed") != "tensorwise":
             draft.miss("fp8_recipe", scaling, "scales are made from the numbers at hand, one a tensor")
-    if dtype is not None:
-        set_compute(draft, dtype)
+    set_compute(draft, dtype)
     if dtype == "float16":
         static = config.number("loss_scale")
         initial = static or config.number("initial_loss_scale", 2.0**32) or 1.0
         set_loss_scale(config, draft, initial, static=bool(static))
-    if config.flag("grad_reduce_in_bf16"):
-        draft.set("reduce", "bfloat16")
+    draft.set("reduce", "bfloat16" if config.flag("grad_reduce_in_bf16") else None)
 
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -91,34 +235,13 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
     granularity, blocks = config.text("recompute_granularity"), config.whole("recompute_num_layers", least=1)
-    method = config.text("recompute_method")
-    if granularity == "full" and method == "block":
-        draft.set("memory.checkpointing", "full")
-        draft.miss("recompute_num_layers", blocks, "all blocks are computed again, or every n-th one")
-    elif granularity == "full":
-        draft.set("memory.checkpointing", "full", "by blocks")
-    elif granularity == "selective":
-        draft.set("memory.checkpointing", "selective", "all but matrix products and attention")
-    elif granularity is not None:
+    remarks = {None: "", "full": "by blocks", "selective": "all but matrix products and attention"}
+    if granularity not in remarks:
         raise config.bad("recompute_granularity", "full or selective", granularity)
-
-
-def _experts(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the factors of the routers' losses: here a mean over routers, in Megatron a sum."""
-    if not (count := config.whole("num_experts")):
-        return
-    kind = config.value("moe_router_load_balancing_type") or "aux_loss"
-    factor, topk = config.number("moe_aux_loss_coeff", 0.0), config.whole("moe_router_topk", 2) or 2
-    layers = config.whole("num_layers") or 1
-    if factor and kind in ("aux_loss", "seq_aux_loss"):
-        remark = f"{factor:g} x {layers} blocks / {topk} experts a token"
-        draft.set("experts.balance", factor * layers / topk, remark)
-        if kind == "aux_loss":
-            draft.miss("moe_router_load_balancing_type", kind, "computed for each row, as by seq_aux_loss")
-    elif kind not in ("none", "aux_loss", "seq_aux_loss"):
-        draft.miss("moe_router_load_balancing_type", kind, f"the {count} experts have a balance loss or none")
-    if z := config.number("moe_z_loss_coeff"):
-        draft.set("experts.z_loss", z * layers, f"{z:g} x {layers} blocks")
+    first_blocks = config.text("recompute_method") == "block" and granularity == "full"
+    draft.set("memory.checkpointing", granularity, "" if first_blocks else remarks[granularity])
+    if first_blocks:
+        draft.miss("recompute_num_layers", blocks, "all blocks are computed again, or every n-th one")
 
 
 def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -134,11 +257,6 @@ def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.set("evaluation.every", config.whole("eval_interval", 1000, least=1))
         batches = config.whole("eval_iters", 100) or 1
         draft.set("evaluation.samples", batches * draft.values["data.global_batch"])
-    else:
-        intervals = [config.value("eval_interval"), config.value("eval_iters")]
-        if any(intervals):
-            why = "needs held-out tokens: set [evaluation] tokens, every and samples"
-            draft.miss("eval_interval, eval_iters", intervals, why)
     if (split := config.value("split")) is not None and held_out_paths is None:
         draft.miss("split", split, "every document of data.tokens is trained on")
     separate = [config.flag(key) for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")]
@@ -159,8 +277,7 @@ def _token_files(draft: RecipeDraft, paths: Any) -> None:
     names, weights = _blend(draft, paths)
     remark = "with an index beside each: trilith tokenize PREFIX --from megatron --out PREFIX"
     draft.set("data.tokens", names if len(names) > 1 else names[0], remark)
-    if weights is not None and len(names) > 1:
-        draft.set("data.weights", weights)
+    draft.set("data.weights", weights if len(names) > 1 else None)
 
 
 def _blend(draft: RecipeDraft, paths: Any) -> tuple[list[str], list[float] | None]:
@@ -169,13 +286,9 @@ def _blend(draft: RecipeDraft, paths: Any) -> tuple[list[str], list[float] | Non
 
 
 def _saving(config: ForeignConfig, draft: RecipeDraft) -> None:
-    if steps := config.whole("save_interval"):
-        draft.set("checkpoint.every", steps)
-    if config.flag("async_save"):
-        draft.set("checkpoint.background", True)
-    if steps := config.whole("log_interval"):
-        draft.set("log_every", steps)
-    if config.value("tensorboard_dir"):
-        draft.set("watch.trackers", ["tensorboard"])
+    draft.set("checkpoint.every", config.whole("save_interval") or None)
+    draft.set("checkpoint.background", config.flag("async_save") or None)
+    draft.set("log_every", config.whole("log_interval") or None)
+    draft.set("watch.trackers", ["tensorboard"] if config.value("tensorboard_dir") else None)
     if (load := config.value("load")) and load != config.value("save"):
         draft.miss("load", load, reason_of("megatron", "pretrained_checkpoint"))

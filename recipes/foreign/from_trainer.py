@@ -52,8 +52,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
     steps = _steps(config, draft)
-    if dtype := half_dtype(config, "fp16", fp16=config.flag("fp16"), bf16=config.flag("bf16")):
-        set_compute(draft, dtype)
+    set_compute(draft, half_dtype(config, "fp16", fp16=config.flag("fp16"), bf16=config.flag("bf16")))
     _optimizer(config, draft, deepspeed)
     _schedule(config, draft, steps, deepspeed.get("scheduler") or {})
     fsdp(config, draft, ranks or 1)
@@ -107,8 +106,7 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft, deepspeed: Mapping[str
     draft.set("optimizer.eps", config.number("adam_epsilon", 1e-8))
     draft.set("optimizer.weight_decay", config.number("weight_decay", 0.0))
     draft.set("optimizer.clip", config.number("max_grad_norm", 1.0))
-    if smoothing := config.number("label_smoothing_factor", 0.0):
-        draft.set("optimizer.label_smoothing", smoothing)
+    draft.set("optimizer.label_smoothing", config.number("label_smoothing_factor") or None)
 
 
 def _schedule(
@@ -133,8 +131,7 @@ def _schedule(
         least = (options.number("lr_end", 1e-7) or 0.0) / rate
     elif kind == "warmup_stable_decay":
         least = options.number("min_lr_ratio", 0.0) or 0.0
-        if (decay := options.whole("num_decay_steps", least=1)) is not None:
-            draft.set("optimizer.decay", decay)
+        draft.set("optimizer.decay", options.whole("num_decay_steps", least=1))
         draft.set("optimizer.decay_shape", options.text("decay_type") or "cosine")
     draft.set("optimizer.minimum_ratio", least)
     _warmup(config, draft, steps, kind)
@@ -183,13 +180,7 @@ def _watching(config: ForeignConfig, draft: RecipeDraft) -> None:
             trackers.append(name)
         elif name not in ("none", "all"):
             draft.miss("report_to", name, "give its Accelerate tracker to trilith.training.run")
-    if trackers:
-        draft.set("watch.trackers", trackers)
-    strategy = config.text("eval_strategy") or config.text("evaluation_strategy") or "no"
-    interval = config.number("eval_steps", least=0.0)
-    if strategy != "no":
-        setting = interval if interval and strategy == "steps" else strategy
-        draft.miss("eval_strategy", setting, "needs held-out tokens: set [evaluation] tokens and every")
+    draft.set("watch.trackers", trackers or None)
 
 
 def _defaults() -> dict[str, Any]:

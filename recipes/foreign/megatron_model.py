@@ -198,3 +198,21 @@ def _experts(
 
 def _dropouts(config: ForeignConfig) -> tuple[float, float]:
     return config.number("attention_dropout", 0.1) or 0.0, config.number("hidden_dropout", 0.1) or 0.0
+
+
+def router_losses(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the factors of the routers' losses: here a mean over routers, in Megatron a sum."""
+    if not (count := config.whole("num_experts")):
+        return
+    kind = config.value("moe_router_load_balancing_type") or "aux_loss"
+    factor, topk = config.number("moe_aux_loss_coeff", 0.0), config.whole("moe_router_topk", 2) or 2
+    layers = config.whole("num_layers") or 1
+    if factor and kind in ("aux_loss", "seq_aux_loss"):
+        remark = f"{factor:g} x {layers} blocks / {topk} experts a token"
+        draft.set("experts.balance", factor * layers / topk, remark)
+        if kind == "aux_loss":
+            draft.miss("moe_router_load_balancing_type", kind, "computed for each row, as by seq_aux_loss")
+    elif kind not in ("none", "aux_loss", "seq_aux_loss"):
+        draft.miss("moe_router_load_balancing_type", kind, f"the {count} experts have a balance loss or none")
+    if z := config.number("moe_z_loss_coeff"):
+        draft.set("experts.z_loss", z * layers, f"{z:g} x {layers} blocks")

@@ -46,8 +46,7 @@ def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: 
         expected = f"sizes whose product is the {counted(ranks, 'rank')}"
         raise config.bad("parallelism_config", expected, sizes.ranks if stated else replica_size)
     section = config.section("parallelism_config")
-    if sizes.tensor > 1:
-        draft.set("layout.tensor", sizes.tensor)
+    draft.set_axes(tensor=sizes.tensor)
     if sizes.context > 1:
         ulysses = (section.whole("sp_size") or 1) > 1
         draft.set("layout.context", sizes.context, ULYSSES if ulysses else "")
@@ -126,22 +125,18 @@ def with_arguments(
     """
     axes: dict[str, Any] = {"tensor_parallel": {"autotp_size": sizes.tensor}} if sizes.tensor > 1 else {}
     axes |= {"sequence_parallel_size": sizes.context} if sizes.context > 1 else {}
-    rate = arguments.get("learning_rate", 5e-5)
     autos = {
         "train_micro_batch_size_per_gpu": arguments.get("per_device_train_batch_size", 8),
         "gradient_accumulation_steps": arguments.get("gradient_accumulation_steps", 1),
-        "train_batch_size": None,
-        "gradient_clipping": arguments.get("max_grad_norm", 1.0),
-        "optimizer.params.lr": rate,
-        "optimizer.params.betas": [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)],
-        "optimizer.params.eps": arguments.get("adam_epsilon", 1e-8),
         "optimizer.params.weight_decay": arguments.get("weight_decay", 0.0),
-        "scheduler.params.warmup_min_lr": 0.0,
-        "scheduler.params.warmup_max_lr": rate,
-        "scheduler.params.warmup_num_steps": None,
-        "scheduler.params.total_num_steps": None,
-        "fp16.enabled": bool(arguments.get("fp16")),
-        "bf16.enabled": bool(arguments.get("bf16")),
+        **{f"{dtype}.enabled": bool(arguments.get(dtype)) for dtype in ("fp16", "bf16")},
+        **dict.fromkeys(
+            ("optimizer.params.lr", "scheduler.params.warmup_max_lr"), arguments.get("learning_rate", 5e-5)
+        ),
+        # These are set from the arguments themselves, whatever DeepSpeed's file says.
+        **dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps", "gradient_clipping")),
+        **dict.fromkeys(f"scheduler.params.{key}" for key in ("warmup_num_steps", "total_num_steps")),
+        "train_batch_size": None,
     }
     draft = from_deepspeed({**axes, **value}, where, ranks=ranks, autos=autos)
     draft.missed = [line for line in draft.missed if not line.startswith("optimizer = null")]

@@ -1,7 +1,5 @@
 """Make a recipe from another trainer's configuration, and list what could not be translated."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Set
@@ -9,7 +7,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
@@ -62,7 +60,9 @@ class RecipeDraft:
         self.missed: list[str] = []
 
     def set(self, key: str, value: Any, remark: str = "") -> None:
-        """Set a key of the recipe; ``remark`` becomes a comment beside it."""
+        """Set a key of the recipe, unless its value is ``None``; ``remark`` becomes a comment beside it."""
+        if value is None:
+            return
         self.values[key] = value
         self.blanks.pop(key, None)
         if remark:
@@ -70,10 +70,15 @@ class RecipeDraft:
 
     def set_or_blank(self, key: str, value: Any) -> None:
         """Set a key, or leave it to the user if there is no value."""
+        self.set(key, value)
         if value is None:
             self.blank(key)
-        else:
-            self.set(key, value)
+
+    def set_axes(self, **sizes: int) -> None:
+        """Set the axes of the layout that have several ranks."""
+        for axis, size in sizes.items():
+            if size > 1:
+                self.set(f"layout.{axis}", size)
 
     def set_offload(self) -> None:
         self.set("memory.offload", True, "weights, gradients and moments together")
@@ -91,8 +96,8 @@ class RecipeDraft:
         self.miss("ranks", None, f"the file does not say how many there are: taken as {assumed}; say --ranks")
 
     def finish(
-        self, config: ForeignConfig, origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> RecipeDraft:
+        self, config: "ForeignConfig", origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> Self:
         """List what was not read and is no default, with the reason, and check the recipe."""
         known = settings_of(origin)
         silent, usual = known["meaningless"].split(), {**defaults, **known.get("usual", {})}
@@ -199,7 +204,7 @@ class ForeignConfig:
             raise self.bad(key, expected, value)
         return value
 
-    def section(self, key: str) -> ForeignConfig:
+    def section(self, key: str) -> "ForeignConfig":
         """Return the object under ``key``; an empty one if there is none."""
         self._read.add(key)
         value = self.raw.get(key)
@@ -257,7 +262,7 @@ def half_dtype(config: ForeignConfig, key: str, *, fp16: bool, bf16: bool) -> st
     return "float16" if fp16 else "bfloat16" if bf16 else None
 
 
-def set_compute(draft: RecipeDraft, dtype: str) -> None:
+def set_compute(draft: RecipeDraft, dtype: str | None) -> None:
     """Set the data type of forward and backward."""
     draft.set("compute", dtype, "weights and moments stay in float32")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.draws import drawn
 from support.short_runs import run_recipe, tiny_recipe
-from support.token_files import write_token_file
+from support.token_files import batch_at, write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batch import BatchParts
 from trilith.data.batches import GlobalBatches, MicroBatches, Prefetch
@@ -56,7 +56,7 @@ def test_rows_and_epochs_are_said(weights, steps, words, tmp_path):
 
 def test_samples_are_windows_and_labels_are_the_next_tokens(make):
     data = GlobalBatches(make("a", 50), 8, 6, seed=1)
-    input_ids, labels, positions = data.batch(0)
+    input_ids, labels, positions = batch_at(data, 0)
     assert positions is None
     assert data.samples == 6
     assert input_ids.shape == labels.shape == (6, 8)
@@ -88,10 +88,10 @@ def kinds(tmp_path_factory):
 def test_ranks_pieces_in_order_are_the_global_batch_D5(kinds, step, seed):
     for tokens in kinds:
         data = GlobalBatches(tokens, 7, 12, seed)
-        whole = data.batch(step)
+        whole = batch_at(data, step)
         assert (whole.positions is None) == (tokens is not kinds[2])
         for size in (1, 2, 3, 4, 6, 12):
-            pieces = [data.batch(step, rank, size) for rank in range(size)]
+            pieces = [batch_at(data, step, rank, size) for rank in range(size)]
             for of_ranks, tensor in zip(zip(*pieces, strict=True), whole, strict=True):
                 assert tensor is None or torch.equal(torch.cat(of_ranks), tensor)
 
@@ -122,7 +122,7 @@ def test_a_step_reads_the_rows_of_its_first_micro_batch_and_then_of_the_next(
                     assert len(read) - before == each
                 elif number == step + start:
                     assert len(read) - before <= each * (1 + ahead)
-                whole = data.batch(number, index, data_size)
+                whole = batch_at(data, number, index, data_size)
                 if isinstance(batch, BatchParts):
                     made += batch.parts
                     assert batch.labels == (whole.labels != IGNORE).sum()
@@ -148,11 +148,11 @@ def test_the_largest_batch_begins_as_fast_as_any(make):
 def test_there_is_no_state_but_the_step(make):
     file = make("a", 1000)
     forward = GlobalBatches(file, 8, 4, seed=3)
-    steps = [forward.batch(step)[0] for step in range(80)]
+    steps = [batch_at(forward, step)[0] for step in range(80)]
     resumed = GlobalBatches(TokenFile.open(file.path), 8, 4, seed=3)
     for step in (79, 3, 40, 40):
-        assert torch.equal(resumed.batch(step)[0], steps[step])
-    assert not torch.equal(GlobalBatches(file, 8, 4, seed=4).batch(0)[0], steps[0])
+        assert torch.equal(batch_at(resumed, step)[0], steps[step])
+    assert not torch.equal(batch_at(GlobalBatches(file, 8, 4, seed=4), 0)[0], steps[0])
 
 
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
@@ -166,7 +166,7 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make)
     second = Counter(i for source, i in drawn if source == 1)
     assert set(second) == set(range(10)) and set(second.values()) == {2, 3}
     for step in range(8):
-        starts = data.batch(step)[0][:, 0]
+        starts = batch_at(data, step)[0][:, 0]
         expected = [1000 * source + 8 * sample for source, sample in drawn[10 * step : 10 * step + 10]]
         assert starts.tolist() == expected
 
@@ -195,7 +195,7 @@ def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met
     data = GlobalBatches(file, 60_000 - 1, 1, seed=0)
     content[20_000] = 69_999
     with pytest.raises(BadInput, match="bytes 65536 to 131071: expected the CRC-32"):
-        data.batch(0)
+        batch_at(data, 0)
 
 
 def numbered(step):

@@ -8,12 +8,12 @@ from math import inf, nan
 import numpy as np
 import torch
 from support.refusals import Refused, refusals
-from support.token_files import change_index, write_token_file
+from support.token_files import batch_at, change_index, write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
-from trilith.data.rows import SampleRows, rows_of
-from trilith.data.shuffle import permute, piece_of, positions_of
+from trilith.data.rows import SampleRows
+from trilith.data.shuffle import piece_of
 from trilith.data.text.chat_formats import conversation_of
 from trilith.data.token_index import check_vocabulary
 from trilith.data.token_writer import TokenWriter
@@ -25,13 +25,8 @@ def raw(why, call, says):
     return Refused(why, lambda folder: call(), says)
 
 
-test_places_in_an_epoch_that_cannot_be_are_refused = refusals(
+test_mixtures_and_ranks_that_cannot_be_are_refused = refusals(
     raw("E13-batch-not-divisible", partial(piece_of, 10, 0, 4), ": global_batch: "),
-    raw("E11-batch-of-nothing", partial(piece_of, 0, 0, 1), ": global_batch: "),
-    raw("negative-step", partial(positions_of, -1, 4, range(4)), ": step: "),
-    raw("step-past-int64", partial(positions_of, 2**62, 4, range(4)), ": step: "),
-    raw("negative-seed", partial(permute, [0], 1, -1, 0), ": seed: "),
-    raw("F1-no-samples", partial(permute, [], 0, 1, 0), ": samples: "),
     raw("mixture-of-nothing", partial(Interleave, []), "mixture"),
     raw("mixture-of-too-many", partial(Interleave, [1] * (LONGEST_PERIOD + 1)), "mixture"),
     *(raw(f"mixture-{bad}", partial(Interleave, [1.0, bad]), "mixture") for bad in (0.0, -2.0, nan, inf)),
@@ -68,10 +63,7 @@ test_batches_and_rows_that_cannot_be_are_refused = refusals(
     files("F2-shorter-than-a-sequence", "at least 9", lambda a: GlobalBatches(a, 8, 1, 0), a=8),
     files("F2-one-file-of-a-mixture", "a_short.bin", mixed, a=99, a_short=8),
     files("mixture-of-two-tokenizers", "one tokenizer", mixed, a=99, b=99),
-    files("E13-ranks", "multiple of the 4", lambda a: GlobalBatches(a, 8, 6, 0).batch(0, 0, 4), a=99),
-    files("E11-batch-of-nothing", "global_batch", lambda a: GlobalBatches(a, 8, 0, 0), a=99),
-    files("E11-no-length", "sequence_length", lambda a: GlobalBatches(a, 0, 1, 0), a=99),
-    files("negative-seed", "seed", lambda a: GlobalBatches(a, 8, 1, -1), a=99),
+    files("E13-ranks", "multiple of the 4", lambda a: batch_at(GlobalBatches(a, 8, 6, 0), 0, 0, 4), a=99),
     # Ids are compared before the batch goes to a device; an ignored label is not outside.
     raw("F4-id", partial(check_ids, [0, 7], [0, 6]), "token id: expected 0 to 6, .*found 7"),
     raw("F4-ignored-id", partial(check_ids, [IGNORE, 1], [0, 6]), "token id: .* 0 to 6, .*found -100"),
@@ -87,12 +79,6 @@ test_batches_and_rows_that_cannot_be_are_refused = refusals(
         "some samples of 2 to 3 tokens, found none",
         partial(SampleRows, length=2, packed=True, overlong="drop"),
         a=SAMPLES[3:],
-    ),
-    files(
-        "unknown-choice",
-        "one of joined, separate, found 'alone'",
-        lambda a: rows_of(a, 8, "alone", "packed", "refuse"),
-        a=SAMPLES,
     ),
     Refused(
         "F14-nothing-to-learn",

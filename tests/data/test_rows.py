@@ -5,8 +5,7 @@ import time
 from fractions import Fraction
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.draws import drawn
 from support.token_files import write_token_file
@@ -162,14 +161,9 @@ seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 1000)
 
 
-@pytest.mark.parametrize("n", [*range(1, 70), 4096])
-def test_small_and_power_of_two_sizes_are_permutations(n):
-    """Of 4, 16, 64 and so on no number falls outside: a network that is none would send others round."""
-    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 3, 1)), np.arange(n))
-
-
 @settings(max_examples=drawn(300), deadline=None)
-@given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
+@given(n=st.integers(1, 70) | st.integers(1, 5000), seed=seeds, epoch=epochs)
+@example(n=64, seed=3, epoch=1)  # no number falls outside: a network that is none would send others round
 def test_every_epoch_is_a_permutation(n, seed, epoch):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
@@ -266,12 +260,6 @@ def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights):
         assert mixing.period == LONGEST_PERIOD
         limit = Fraction(max(2, len(weights)), LONGEST_PERIOD)
         assert all(abs(a - b) <= limit for a, b in zip(shares, wanted, strict=True))
-
-
-def test_decimal_weights_mean_what_is_written():
-    assert Interleave([0.7, 0.2, 0.1]).shares == [7, 2, 1]
-    assert Interleave([1, 1]).shares == [1, 1]
-    assert Interleave([3.0]).shares == [1]
 
 
 def test_the_pattern_is_fixed_for_all_time():

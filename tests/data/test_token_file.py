@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damage import flip_bit
-from support.token_files import bytes_of, documents_of, write_token_file
+from support.token_files import batch_at, bytes_of, documents_of, write_token_file
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_sums
 from trilith.data.batches import GlobalBatches
@@ -217,7 +217,7 @@ def write_much(name, *, chat):
 def batches(name):
     """Everything that training reads of the file, in order: ids and labels of one epoch."""
     made = GlobalBatches(TokenFile.open(name), 64, 4, seed=0, overlong="truncate")
-    steps = [made.batch(step) for step in range(made.samples // 4)]
+    steps = [batch_at(made, step) for step in range(made.samples // 4)]
     return np.stack([step.input_ids.numpy() for step in steps] + [step.labels.numpy() for step in steps])
 
 
@@ -276,7 +276,7 @@ def test_ids_beyond_the_stated_vocabulary_stop_the_batch_even_under_right_checks
         writer.commit()
     made = GlobalBatches(TokenFile.open(tmp_path / "data"), 100, 4, seed=0)
     with pytest.raises(BadInput, match="token 200: expected below 300, found 40000"):
-        made.batch(0)
+        batch_at(made, 0)
     assert run(["verify", str(tmp_path / "data")]) == 2
 
 

@@ -123,7 +123,7 @@ def recipe_of(sizes, schedule, random):
         layout["schedule"] = schedule
         if schedule.startswith("interleaved"):
             layout["virtual_stages"] = random.choice([2, 2, 3])
-        stages = layout["pipeline"] * LayoutSection.model_validate(layout).stages_of_a_rank
+        stages = layout["pipeline"] * LayoutSection.model_validate(layout).layout.virtual_stages
         blocks = MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"]
         layout["split"] = random.choice([None, None, *cuts(blocks, stages)])
     memory = {"offload": random.random() < 0.15}

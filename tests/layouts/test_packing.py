@@ -9,6 +9,7 @@ from support.configs import MODELS
 from support.layout_cases import one_device
 from support.short_runs import built
 from support.short_training import Case, batch
+from support.token_files import batch_at
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.token_writer import TokenWriter
@@ -41,7 +42,7 @@ def one_epoch(config, layout, name, samples):
     data = GlobalBatches(TokenFile.open(name), LENGTH, count, 0, samples=samples)
     assert data.samples == count
     step = Step(model, TokenLoss(model), micro_batch=2)
-    loss = step(data.batch(0, state.data_index, layout.data))
+    loss = step(batch_at(data, 0, state.data_index, layout.data))
     return float(loss), pieces(model, state, gradients=True)
 
 

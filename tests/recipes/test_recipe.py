@@ -108,6 +108,8 @@ test_a_bad_recipe_is_refused = refusals(
     refused("two keys in one", "steps=1\nseed=5", r"override: steps: expected one key's value, found 2 keys"),
     refused("no number", "steps=ten", r"steps: .*found 'ten'"),
     refused("E11 zero", "steps=0", r"steps"),
+    *(refused(f"E11 {key}", f"{key}=0", key) for key in ("data.global_batch", "data.sequence_length")),
+    refused("negative seed", "seed=-1", "seed"),
     refused("E11 negative", "layout.tensor=-1", r"layout\.tensor"),
     refused("E14 ZeRO stage", "layout.zero=4", r"layout\.zero"),
     refused("E13 global batch", "layout.data=3", r"data\.global_batch: expected a multiple of data=3"),

@@ -10,7 +10,9 @@ from typing import Any
 
 import pyarrow
 import pytest
-from trilith.data import TokenFile
+from trilith.data import Batch, TokenFile
+from trilith.data.batches import GlobalBatches
+from trilith.data.shuffle import piece_of
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter
@@ -30,6 +32,11 @@ CHATML, MARKED = (
 def zstd(data: bytes) -> bytes:
     """Compress as the zstd program does, to one frame."""
     return bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
+
+
+def batch_at(batches: GlobalBatches, step: int, index: int = 0, size: int = 1) -> Batch:
+    """Return what data rank ``index`` of ``size`` gets at a step."""
+    return batches.rows(step, piece_of(batches.global_batch, index, size))
 
 
 def write_token_file(

@@ -14,6 +14,7 @@ from support.configs import TINY_GPT2
 from support.pages import Page
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.stop_and_go import differences
+from support.token_files import batch_at
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import convert
 from trilith.machine.random_files import write_tokens
@@ -109,7 +110,7 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
     raw = json.loads((out / "events.jsonl").read_text().splitlines()[0])["recipe"]
     held_out = open_held_out(parse_recipe(raw), 131)
     assert held_out is not None and held_out.samples == 5
-    batch = held_out.batches.batch(0)
+    batch = batch_at(held_out.batches, 0)
     with torch.no_grad():
         logits = theirs(batch.input_ids[:5]).logits
     loss = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:5].flatten()))
