@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import lru_cache
 from importlib.metadata import version
 from inspect import signature
@@ -75,7 +74,7 @@ class AdoptedConfig(ModelConfig):
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         with in_one_line(where, expected=f"what transformers' {kind} reads"):
-            config = config_class(kind).from_dict(deepcopy(stated))
+            config = config_class(kind).from_dict(json.loads(json.dumps(stated), object_hook=_tagged))
             known = config.to_dict()
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
@@ -133,6 +132,11 @@ class AdoptedConfig(ModelConfig):
         """Return the dict of a config.json."""
         stated: dict[str, Any] = from_json(self.raw)
         return stated
+
+
+def _tagged(entry: dict[str, Any]) -> Any:
+    """Return an infinite number of a config.json that transformers has written, or the dict as it is."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def config_class(kind: str) -> Any:

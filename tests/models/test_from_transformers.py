@@ -1,5 +1,6 @@
 """Models that transformers computes: as transformers itself does, in each layout that is offered."""
 
+import json
 import os
 import random
 from importlib.metadata import version
@@ -416,6 +417,8 @@ def test_infinite_numbers_of_a_type_are_not_in_its_checkpoints():
     made = family("mamba2")
     config = made.from_hf(tiny("mamba2"))
     assert "Infinity" not in config.raw and config.in_transformers().time_step_limit[1] == float("inf")
+    written = json.loads(config.in_transformers().to_json_string(use_diff=False))
+    assert written["time_step_limit"][1] == {"__float__": "Infinity"} and made.from_hf(written) == config
     with pytest.raises(BadInput, match="expected numbers, texts and lists"):
         made.from_hf(tiny("mamba2", time_step_limit=[0.5, float("inf")]))
 
