@@ -30,14 +30,9 @@ from torch import Tensor, nn
 
 from ..layers import checkpointed
 from ..simulation.piece import Piece
-from .gathers_and_sums import (
-    gathers_of_block,
-    gathers_of_root,
-    sums,
-    sums_of_replicas,
-)
-from .own_module import Loss, stages_of
-from .rank_parameters import Group, RankParameters, rank_parameters
+from .own_module import Loss
+from .planned_model import planned_rank
+from .rank_parameters import Group, RankParameters
 from .ring_and_tree import ring_wire_bytes
 from .stage_costs import StageCost
 from .step_shape import Work
@@ -99,8 +94,7 @@ def step_traffic(
     ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
     work = replace(work, trains_all=getattr(model, "trains_all", False))
-    parameters = rank_parameters(model, work.state)
-    return traffic_of(work, parameters, stages_of(work, model, samples, loss))
+    return traffic_of(work, *planned_rank(work, model, samples, loss))
 
 
 def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> list[Traffic]:
@@ -113,7 +107,7 @@ def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCos
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
                 sent.piece(piece, again=True)
     sent.between_stages()
-    of_root = gathers_of_root(work, reached=reached)
+    of_root = work.gathers_of_root(reached=reached)
     sent.gathers(parameters.root, of_root, of_root)
     # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
     for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
@@ -188,7 +182,7 @@ class _Sent:
             counts[block] += number
         for number in stage.before_trained:
             counts[group(number)] -= 1
-            forward = gathers_of_block(work, place, reached=False)
+            forward = work.gathers_of_block(place, reached=False)
             # Where experts are gathered by themselves the block that holds them is gathered after them, too.
             # The backward of each block gathers the one before it with ZeRO 3. Here no backward takes what it
             # gathered, but the next forward does: only the step's last one is in vain.
@@ -196,12 +190,12 @@ class _Sent:
             ahead = last and stage.has_backward and work.layout.zero == 3
             self.gathers(group(number), forward + ahead, forward)
         for block, number in counts.items():
-            gathers = gathers_of_block(work, place)
+            gathers = work.gathers_of_block(place)
             self.gathers(block, gathers, gathers, number)
 
     def sums(self, group: Group, times: int = 1, *, root: bool = False) -> None:
         """Add the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
-        scatters, replicas = sums(self.work) * times, sums_of_replicas(self.work, root=root) * times
+        scatters, replicas = self.work.sums * times, self.work.sums_of_replicas(root=root) * times
         for name, trained in (("", group.trained_padded), ("expert ", group.trained_apart)):
             if trained:
                 (copies, shards, _), piece = self.layout.data_sizes(bool(name)), trained * self.work.reduce

@@ -24,10 +24,9 @@ from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
-from .planned_model import Asked, planned_model
-from .rank_parameters import RankParameters, rank_parameters
+from .planned_model import Asked, PlannedModel, informed, planned_model
 from .remedies import Remedy, changes_of, keys_of, remedies
-from .stage_costs import StageCost, stage_costs
+from .sampled_model import SampledModel
 from .step_shape import Work, sizes_of
 from .time import Machine, StepTime, StepTimer
 
@@ -157,7 +156,8 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    parameters, costs = _rank_of(recipe, planned, work)
+    model = _model_of(recipe, planned, work)
+    parameters, costs = model.parameters(work.state, planned.split), model.costs(work, planned.split)
     runtime = runtime_of(recipe.device)
     totals = parameters.every
     memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs)
@@ -181,7 +181,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    return planned_model(planned.family, planned.config, recipe.layout).informed(work, planned.split)
+    return informed(work, planned_model(planned.family, planned.config, recipe.layout), planned.split)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
@@ -193,18 +193,17 @@ def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     return timer.time()
 
 
-def _rank_of(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:
-    """Return a rank's parameters and the costs of its stages: from one block of each kind, or from every
-    block where the recipe treats some of them differently.
+def _model_of(recipe: Recipe, planned: Plan, work: Work) -> PlannedModel:
+    """Return what plans a rank: one block of each kind, or every block of it where the recipe treats some of
+    them differently.
     """
     whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
     if whole and planned.own is None and not planned.family.adopted:
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe, work.state)
-        return rank_parameters(model, work.state), stage_costs(work, model)
-    model = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
-    return model.parameters(work.state, planned.split), model.costs(work, planned.split)
+        return SampledModel(planned.family, model, stage=model.stage)
+    return planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
 
 
 def _asked_of(recipe: Recipe, planned: Plan) -> Asked:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
-from ..layers import Stage, find_blocks, numbered_blocks, stage_parts
+from ..layers import find_blocks, numbered_blocks, stage_parts
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
-
-if TYPE_CHECKING:
-    from ..models import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +156,8 @@ class RankParameters:
         return max((group.largest for group, _ in self.blocks), default=0)
 
 
-def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
-    """Tell whether blocks and ends of a model are planned apart, as it says (``in_pieces``); another module
-    is one piece.
-    """
-    return getattr(model, "in_pieces", False) is True
-
-
-def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
-    """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
-    if has_pieces(model):
-        parts = [{n: model.layers[str(n)] for n in part.blocks} for part in model.stage.parts]
-        if model.stage.last:  # which has multi-token prediction
-            parts[-1] |= {int(name): block for name, block in model.mtp.items()}
-        groups_of = [{n: count_module(state, block) for n, block in part.items()} for part in parts]
-        numbered = dict(chain.from_iterable(groups.items() for groups in groups_of))
-        stages = [tuple(Counter(groups.values()).items()) for groups in groups_of]
-        count = partial(count_module, state)
-        return zoo_parameters(model, model.stage, stages, count, numbered.__getitem__)
+def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
+    """Count the parameters of a module that is not the zoo's, which may be on the meta device."""
     named, blocks = dict(model.named_parameters()), find_blocks(model)
     paths = {module: path for path, module in model.named_modules()}
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
@@ -212,41 +191,6 @@ def parts_of_module(model: nn.Module) -> list[list[nn.Parameter]]:
         [weight for weight in model.parameters() if id(weight) in own or id(weight) not in of_blocks]
         for own in of_stage
     ]
-
-
-def zoo_parameters(
-    model: CausalLM,
-    stage: Stage,
-    parts: Sequence[Sequence[tuple[Group, int]]],
-    count: Callable[[nn.Module, bool], Group],
-    group: Callable[[int], Group],
-) -> RankParameters:
-    """Count the parameters of a rank that holds ``stage`` of a model of the zoo.
-
-    ``parts``: the groups of the blocks of each of its stages. ``count``: counts a module of the model's ends;
-    whether both ends of the pipeline hold it. ``group``: returns that of the block of a number.
-    """
-    tied, further = model.config.tie_word_embeddings, model.config.mtp_blocks > 0
-    apart = (tied or further) and not (stage.first and stage.last)
-    first = [*model.entry] if stage.first else []
-    last: list[nn.Module] = [model.embed] if stage.last and (tied or further) else []
-    last += [model.norm, *([] if tied else [model.head])] if stage.last else []
-
-    def counted(modules: Sequence[nn.Module]) -> Group:
-        counts = (count(module, apart and module is model.embed) for module in dict.fromkeys(modules))
-        return sum(counts, Group())
-
-    of_first, of_last, root = counted(first), counted(last), counted([*first, *last])
-    both = stage.first and stage.last and stage.pieces
-    return RankParameters(
-        root,
-        tuple(map(tuple, parts)),
-        (of_first, of_last) if both else (),
-        of_last.trained,
-        0 if stage.pieces else of_first.trained + of_last.trained - root.trained,
-        1 + further,
-        group,
-    )
 
 
 def count_module(state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:

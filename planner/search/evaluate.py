@@ -13,11 +13,10 @@ from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import StageCut, cut_stages
 from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, memory_of_walk
-from ..planned_model import Asked, planned_model
+from ..planned_model import Asked, PlannedModel, informed, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk
 from ..remembered import remembered
-from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
@@ -82,7 +81,7 @@ class Evaluator:
             offload=choice.offload,
             **self._sizes,
         )
-        return self._model(layout.block_cut).informed(work, self._split(layout))
+        return informed(work, self._model(layout.block_cut), self._split(layout))
 
     @remembered
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:

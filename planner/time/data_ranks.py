@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..rank_parameters import Group, RankParameters
 from ..step_shape import Work
 from .collectives import Links
@@ -67,8 +66,9 @@ class DataRanks:
         """Return, for the root and for a block, the gathers in a backward with ZeRO 3, and the share of the
         sums that the replicas sum too.
         """
-        replicas = {root: sums_of_replicas(self.work, root=root) / sums(self.work) for root in (False, True)}
-        return {False: (1, replicas[False]), True: (int(not root_stays(self.work)), replicas[True])}
+        work = self.work
+        replicas = [work.sums_of_replicas(root=root) / work.sums for root in (False, True)]
+        return {False: (1, replicas[False]), True: (int(not work.root_stays), replicas[True])}
 
     def around(
         self, group: Group, forward: float, backward: float, *, root: bool = False, reached: bool = True

@@ -23,8 +23,8 @@ from functools import cache, cached_property, lru_cache, partial
 from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
+from ..planned_model import PlannedModel
 from ..rank_parameters import Group, RankParameters
-from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work
 from .data_ranks import DataRanks
