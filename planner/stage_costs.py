@@ -15,17 +15,16 @@ from .remembered import remembered
 from .step_shape import Work
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
+class Alike(NamedTuple):
     """State the piece of ``count`` blocks that are alike, and the ``number`` of the first one.
 
-    ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
+    ``mode``: of their activation checkpointing; ``reached``: whether a backward comes to them.
     """
 
     number: int
     count: int
     piece: Piece
-    forgets: bool
+    mode: Checkpointing
     reached: bool
 
 
@@ -79,10 +78,10 @@ class StageCost:
         """Return one block of each kind; blocks that share a piece are alike, if checkpointing treats them
         alike.
         """
-        kinds: dict[tuple[Piece, bool, bool], list[int]] = {}
+        kinds: dict[tuple[Piece, Checkpointing, bool], list[int]] = {}
         for number, piece in self.blocks.items():
-            key = piece, checkpointed(number, mode, checkpoint_every), number in self.reached
-            kinds.setdefault(key, []).append(number)
+            here: Checkpointing = mode if checkpointed(number, mode, checkpoint_every) else "none"
+            kinds.setdefault((piece, here, number in self.reached), []).append(number)
         return [Alike(numbers[0], len(numbers), *key) for key, numbers in kinds.items()]
 
 

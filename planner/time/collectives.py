@@ -15,6 +15,7 @@ from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
+from ..remembered import remembered
 from ..ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
 
@@ -58,7 +59,6 @@ def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement
 def group_of(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
     (copies, shards, _), (same, pieces, _) = layout.data_sizes(), layout.data_sizes(experts=True)
-    inner = layout.tensor * layout.context
     stage = layout.world // layout.pipeline
     return {
         "tensor": (layout.tensor, 1),
@@ -71,7 +71,6 @@ def group_of(layout: Layout, axis: str) -> tuple[int, int]:
         "pipeline": (layout.pipeline, stage),
         "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
         "all": (layout.world, 1),
-        "samples": (layout.data, inner),
     }[axis]
 
 
@@ -80,14 +79,12 @@ class Links:
 
     def __init__(self, layout: Layout, machine: Machine) -> None:
         self.layout, self.machine = layout, machine
-        self._places: dict[str, Placement] = {}  # asked for hundreds of times in a step
 
+    @remembered  # asked for hundreds of times in a step
     def place(self, axis: str) -> Placement:
         """Return how the group of an axis lies that lies worst."""
-        if axis not in self._places:
-            ranks, stride = group_of(self.layout, axis)
-            self._places[axis] = worst_placement(ranks, max(stride, 1), self.layout.world, self.machine.gpus)
-        return self._places[axis]
+        ranks, stride = group_of(self.layout, axis)
+        return worst_placement(ranks, max(stride, 1), self.layout.world, self.machine.gpus)
 
     def rate(self, axis: str, kind: str = "") -> float:
         """Return the bytes a second that a rank sends along an axis."""

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..rank_parameters import Group, RankParameters
+from ..remembered import remembered
 from ..step_shape import Work
 from .collectives import Links
 from .kernels import Kernels
@@ -33,18 +34,15 @@ class DataRanks:
     def __init__(self, work: Work, machine: Machine, kernels: Kernels) -> None:
         self.work, self.layout, self.machine, self.kernels = work, work.layout, machine, kernels
         self.links = Links(work.layout, machine)
-        self._exchanges: dict[int, Exchange] = {}
 
+    @remembered
     def exchange(self, group: Group) -> Exchange:
         """Return the seconds of a group's exchanges over the data ranks."""
-        key = id(group)  # whoever holds the parameters holds each group
-        if key not in self._exchanges:
-            exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
-            if group.apart:
-                apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
-                exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
-            self._exchanges[key] = exchange
-        return self._exchanges[key]
+        exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
+        if group.apart:
+            apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
+            exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
+        return exchange
 
     def _exchanged(self, data: str, replicas: str, padded: int, trained: int) -> Exchange:
         """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""

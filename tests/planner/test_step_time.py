@@ -82,7 +82,7 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered():
 def test_the_group_of_an_axis_is_timed_that_lies_worst(layout, gpus):
     """Against all groups, one rank at a time."""
     links = Links(layout, replace(H100, gpus=gpus))
-    for axis in ("tensor", "context", "expert", "data", "pipeline", "samples"):
+    for axis in ("tensor", "context", "expert", "data", "pipeline"):
         ranks, stride = group_of(layout, axis)
         groups = {
             frozenset(block + place + number * stride for number in range(ranks))
