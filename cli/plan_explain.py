@@ -170,7 +170,7 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
         from ..planner.explanation import numbers_of
 
         numbers = numbers_of(at["model"], at.get("S", 1))
-        at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
+        at |= {symbol: numbers[key] for symbol, key in topic.of_model.items()}
     if name in _PREPARE:
         _PREPARE[name](at)
     inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.inputs]

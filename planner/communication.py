@@ -1,29 +1,11 @@
 """Count what a rank sends in a training step: the collectives of each kind, and the bytes given to them.
 
-What blocks, ends and loss send is read off traces of them. For a block over ``t`` tensor ranks and N tokens
-of a micro-batch, D wide, it adds up to the table below (Shoeybi et al. 2019, section 3; Korthikanti et al.
-2022, section 4). Products that share their input (q, k and v; gate and up) need one collective together:
-
-=============================  =================================  =================================
-                               forward                            backward
-=============================  =================================  =================================
-tensor                         2 all-reduces of N D               2 all-reduces of N D
-tensor, sequence               2 all-gathers of N D / t,          2 all-gathers of N D / t,
-                               2 reduce-scatters of N D           2 reduce-scatters of N D
-=============================  =================================  =================================
-
-Over c context ranks with N tokens each, a block's attention also fetches keys and values; let a rank have K
-such numbers. Forward is an all-gather of K; backward is another one and a reduce-scatter of c K gradients.
-Around a ring, forward is c - 1 exchanges of K, and backward is 2 (c - 1).
-
-Experts, routed and shared together, send as much over the tensor ranks as a feed-forward. The embedding
-sends as much as a block's exit, and the output layer, tied or not, as much as a block's entrance. The loss
-has two all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, attention, activation
-functions and dropout send nothing.
+What blocks, ends and loss send is read off traces of them; docs/communication.md has the formulas. What FSDP
+sends follows from the sizes of its groups of parameters, and from how often a step gathers and sums them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -33,9 +15,9 @@ from ..simulation.piece import Piece
 from .own_module import Loss
 from .planned_model import planned_rank
 from .rank_parameters import Group, RankParameters
-from .ring_and_tree import ring_wire_bytes
 from .stage_costs import StageCost
 from .step_shape import Work
+from .time.collectives import ring_wire_bytes
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCos
         sent.sums(end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
     for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
-        sent.gathers_of_blocks(place, stage, blocks, parameters.group)
+        sent.gathers_of_blocks(place, stage, blocks, parameters)
         for block, number in blocks:
             sent.sums(block, number)
     sent.once(parameters)
@@ -126,26 +108,25 @@ class _Sent:
 
     def __init__(self, work: Work) -> None:
         self.work, self.layout = work, work.layout
-        self._sums: dict[tuple[str, str, str, int], tuple[int, int]] = {}
+        self._counts, self._sizes = Counter[tuple[str, str, str, int]](), Counter[tuple[str, str, str, int]]()
 
     @property
     def traffic(self) -> list[Traffic]:
         return [
-            Traffic(axis, kind, what, count, size, ranks)
-            for (axis, kind, what, ranks), (count, size) in self._sums.items()
+            Traffic(axis, kind, what, count, self._sizes[axis, kind, what, ranks], ranks)
+            for (axis, kind, what, ranks), count in self._counts.items()
         ]
 
     def add(self, axis: str, kind: str, what: str, ranks: int, count: int, size: int) -> None:
         """Add so many collectives, to which a rank gives ``size`` bytes in all."""
         if count and ranks > 1:
-            counts, sizes = self._sums.get(key := (axis, kind, what, ranks), (0, 0))
-            self._sums[key] = counts + count, sizes + size
+            self._counts[axis, kind, what, ranks] += count
+            self._sizes[axis, kind, what, ranks] += size
 
     def piece(self, piece: Piece, *, again: bool = False) -> None:
         rounds = self.work.micro_batches
         for sent in traffic_of_piece(self.work, piece, again=again):
-            count, size = rounds * sent.count, rounds * sent.bytes
-            self.add(sent.axis, sent.kind, sent.what, sent.ranks, count, size)
+            self.add(sent.axis, sent.kind, sent.what, sent.ranks, rounds * sent.count, rounds * sent.bytes)
 
     def between_stages(self) -> None:
         """Add hidden states to the next stage and gradients to the one before, for each micro-batch.
@@ -170,27 +151,24 @@ class _Sent:
                 self.add(axis, "all_gather", "weights", ranks, times * number, size)
 
     def gathers_of_blocks(
-        self,
-        place: int,
-        stage: StageCost,
-        blocks: Iterable[tuple[Group, int]],
-        group: Callable[[int], Group],
+        self, place: int, stage: StageCost, blocks: Iterable[tuple[Group, int]], parameters: RankParameters
     ) -> None:
         """Add FSDP's gathers of all blocks of a stage, whose number is ``place``."""
         work, counts = self.work, Counter[Group]()
         for block, number in blocks:
             counts[block] += number
-        for number in stage.before_trained:
-            counts[group(number)] -= 1
+        before_trained = [number for number in stage.blocks if number not in stage.reached]
+        for number in before_trained:
+            group = parameters.group(number)
+            counts[group] -= 1
             forward = work.gathers_of_block(place, reached=False)
             # Where experts are gathered by themselves the block that holds them is gathered after them, too.
             # The backward of each block gathers the one before it with ZeRO 3. Here no backward takes what it
             # gathered, but the next forward does: only the step's last one is in vain.
-            last = number == stage.before_trained[-1]
-            ahead = last and stage.has_backward and work.layout.zero == 3
-            self.gathers(group(number), forward + ahead, forward)
+            ahead = number == before_trained[-1] and stage.has_backward and work.layout.zero == 3
+            self.gathers(group, forward + ahead, forward)
+        gathers = work.gathers_of_block(place)
         for block, number in counts.items():
-            gathers = work.gathers_of_block(place)
             self.gathers(block, gathers, gathers, number)
 
     def sums(self, group: Group, times: int = 1, *, root: bool = False) -> None:
@@ -199,21 +177,22 @@ class _Sent:
         for name, trained in (("", group.trained_padded), ("expert ", group.trained_apart)):
             if trained:
                 (copies, shards, _), piece = self.layout.data_sizes(bool(name)), trained * self.work.reduce
-                size = scatters * shards * piece
-                self.add(f"{name}data", "reduce_scatter", "gradients", shards, scatters, size)
+                self.add(
+                    f"{name}data", "reduce_scatter", "gradients", shards, scatters, scatters * shards * piece
+                )
                 self.add(f"{name}replicas", "all_reduce", "gradients", copies, replicas, replicas * piece)
 
     def once(self, parameters: RankParameters) -> None:
         """Add the traffic that a step has once: the sums of partial gradients, and single numbers."""
         layout, total, terms = self.layout, parameters.every, parameters.terms
-        size = max(self.work.master, self.work.reduce)
-        for axis, what, ranks, tensors, elements in (
-            ("tensor", "partial gradients", layout.tensor, total.partial_tensors, total.partial),
-            ("ends", "tied embedding", 2, total.end_tensors, total.ends),
+        size, world = max(self.work.master, self.work.reduce), layout.world
+        for axis, what, ranks, count, nbytes in (
+            ("tensor", "partial gradients", layout.tensor, total.partial_tensors > 0, total.partial * size),
+            ("ends", "tied embedding", 2, total.end_tensors > 0, total.ends * size),
+            # With the counts of the loss's terms go five numbers that tell whether every rank can use its
+            # batch, and with its sums two that tell whether every parameter has a gradient.
+            ("all", "tokens", world, 1, (5 + terms) * 8),
+            ("all", "loss", world, 1, (2 + terms) * 8),
+            ("all", "gradient norm", world, 1, max(self.work.master, 4)),
         ):
-            self.add(axis, "all_reduce", what, ranks, bool(tensors), elements * size)
-        # With the counts of the loss's terms go five numbers that tell whether every rank can use its batch.
-        self.add("all", "all_reduce", "tokens", layout.world, 1, (5 + terms) * 8)
-        # With its sums go two numbers that tell whether every parameter has a gradient.
-        self.add("all", "all_reduce", "loss", layout.world, 1, (2 + terms) * 8)
-        self.add("all", "all_reduce", "gradient norm", layout.world, 1, max(self.work.master, 4))
+            self.add(axis, "all_reduce", what, ranks, count, nbytes)

@@ -77,13 +77,6 @@ class DryRun:
     def tokens(self) -> int:
         return self.recipe.data.global_batch * self.recipe.data.sequence_length
 
-    @property
-    def _tried(self) -> str:
-        keys = dict.fromkeys(key for change in changes_of(self.recipe) for key in keys_of(change))
-        if not keys:
-            return "nothing in the recipe is left to change"
-        return f"{', '.join(keys)} do not suffice, alone or together"
-
     def check(self, where: str) -> None:
         """Raise ``BadInput`` if the rank does not fit its device; it names the excess and changes that
         would fit.
@@ -92,12 +85,16 @@ class DryRun:
             return
         share = 1 - self.recipe.memory.headroom
         ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.remedies)
+        keys = dict.fromkeys(key for change in changes_of(self.recipe) for key in keys_of(change))
+        tried = "nothing in the recipe is left to change"
+        if keys:
+            tried = f"{', '.join(keys)} do not suffice, alone or together"
         raise BadInput(
             where,
             f"memory of rank {self.rank.rank}",
             expected=f"at most {self.room / 1e9:.1f} GB, {share:.0%} of the device's",
             found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
-            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {self._tried}",
+            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {tried}",
         )
 
 
@@ -111,7 +108,6 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
-    layout = recipe.layout
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     parameters = parameters_of(base.on_meta(planned.config))
     device = device if device is not None else device_room(recipe)
@@ -127,7 +123,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
         parameters.active,
         chosen,
         micro_batches,
-        bubble(recipe.layout_section.schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
+        bubble(recipe.layout_section.schedule, recipe.layout, micro_batches),
         planned.cut,
         _flops(recipe, planned),
         device,
@@ -197,8 +193,11 @@ def _model_of(recipe: Recipe, planned: Plan, work: Work) -> PlannedModel:
     """Return what plans a rank: one block of each kind, or every block of it where the recipe treats some of
     them differently.
     """
-    whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
-    if whole and planned.own is None and not planned.family.adopted:
+    if (
+        (planned.groups or recipe.attention_backend != "auto")
+        and planned.own is None
+        and not planned.family.adopted
+    ):
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe, work.state)

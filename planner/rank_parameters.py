@@ -71,34 +71,27 @@ def count_parameters(
 
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
+    return sum((_count(parameter, declaration, state, ends) for parameter, declaration in named), Group())
+
+
+def _count(
+    parameter: nn.Parameter, declaration: Declaration, state: ParallelState, ends: bool | None
+) -> Group:
     layout, at = state.layout, state.at
-    counts = dict.fromkeys((field.name for field in fields(Group)), 0)
-    for parameter, declaration in named:
-        box = declaration.box(layout, at)
-        if declaration.buffer:
-            counts["buffers"] += box.size
-            counts["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
-            continue
-        rows, shards = box.shape[declaration.shard_dim(layout)], layout.data_sizes(declaration.experts)[1]
-        stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
-        sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
-        for name, count in {"here": box.size, "stored": stored, sent: piece}.items():
-            counts[name] += count
-        counts["recut"] += box.size * (declaration.shard_dim(layout) > 0)
-        if not parameter.requires_grad:
-            counts["fixed_bytes"] += stored * parameter.dtype.itemsize
-            continue
-        counts["trained"] += box.size
-        counts["largest"], counts["last"] = max(counts["largest"], box.size), box.size
-        counts["trained_stored"] += stored
-        counts[f"trained_{sent}"] += piece
-        at_ends = declaration.ends if ends is None else ends
-        partial = "tensor" in declaration.partial
-        counts["partial"] += stored * partial
-        counts["partial_tensors"] += partial
-        counts["ends"] += stored * at_ends
-        counts["end_tensors"] += at_ends
-    return Group(**counts)
+    box, dim = declaration.box(layout, at), declaration.shard_dim(layout)
+    if declaration.buffer:
+        return Group(buffers=box.size, fixed_bytes=box.size * BUFFER_DTYPE.itemsize)
+    rows, shards = box.shape[dim], layout.data_sizes(declaration.experts)[1]
+    stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
+    sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
+    counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
+    if not parameter.requires_grad:
+        return Group(**counts, fixed_bytes=stored * parameter.dtype.itemsize)
+    at_ends, partial = declaration.ends if ends is None else ends, "tensor" in declaration.partial
+    counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
+    counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
+    counts |= {"ends": stored * at_ends, "end_tensors": int(at_ends)}
+    return Group(**counts, largest=box.size, last=box.size)
 
 
 @dataclass(frozen=True)
@@ -141,19 +134,9 @@ class RankParameters:
         """Return each different group, the root first, with how many there are."""
         return ((self.root, 1), *self.blocks)
 
-    @cached_property
-    def largest_block(self) -> int:
-        """Return the most elements that a block computes with."""
-        return max((group.here for group, _ in self.blocks), default=0)
-
-    @cached_property
-    def largest_trained_block(self) -> int:
-        return max((group.trained for group, _ in self.blocks), default=0)
-
-    @cached_property
-    def largest_of_blocks(self) -> int:
-        """Return the most elements of a trained parameter of a block."""
-        return max((group.largest for group, _ in self.blocks), default=0)
+    def most(self, name: str) -> int:
+        """Return the most of a count of ``Group`` that a block has."""
+        return max((getattr(group, name) for group, _ in self.blocks), default=0)
 
 
 def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:

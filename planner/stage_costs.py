@@ -54,11 +54,6 @@ class StageCost:
     _bytes: dict[object, StageBytes] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def before_trained(self) -> tuple[int, ...]:
-        """Return the numbers of the blocks that no backward comes to, in order."""
-        return tuple(number for number in self.blocks if number not in self.reached)
-
-    @property
     def has_backward(self) -> bool:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks

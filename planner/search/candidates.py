@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from math import gcd
 from operator import attrgetter
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from ...layers import Checkpointing, routers
 from ...models import AdaptedFamily
@@ -31,7 +31,7 @@ from ...training.own.module import OwnFamily
 from ..remembered import remembered
 from .choice import Choice
 from .request import Request
-from .tally import Tally
+from .tally import Reason, Tally
 
 Found = TypeVar("Found")
 
@@ -43,8 +43,7 @@ MOST_NODES, LEAST_TOKENS = 2, 2048
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(NamedTuple):
     """State how micro-batches go through the pipeline. ``count``: number of micro-batches of a rank in a
     step.
 
@@ -62,8 +61,7 @@ class Flow:
         return self.virtual_stages == 2 and schedule_kind(self.schedule).v_shape
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """State the ZeRO stage, and the number of replicas of the shards."""
 
     zero: int
@@ -180,19 +178,18 @@ class _Legal:
         family = request.family
         self.family = family.base if isinstance(family, AdaptedFamily) else family
         self.config = request.config
-        self._modes: dict[tuple[str, bool], tuple[Checkpointing, ...]] = {}
 
     def worth_trying(self, tensor: int, context: int) -> bool:
         """Tell whether a rank has work enough that its products reach what a plan assumes of them."""
-        text = ""
         if tensor > MOST_NODES * self.machine.gpus:
             text, example = f"tensor ranks on more than {MOST_NODES} nodes", f"tensor {tensor}"
         elif context > 1 and self.recipe.data.sequence_length // context < LEAST_TOKENS:
             text = f"context ranks with fewer than {LEAST_TOKENS:,} tokens of a row"
             example = f"context {context}"
-        if text:
-            self.tally.add("not tried", text, 1, example)
-        return not text
+        else:
+            return True
+        self.tally.add(Reason("not tried", text, 1, example))
+        return False
 
     def shape(self, layout: Layout) -> bool:
         """Tell whether the model can be cut over these axes, and the batch over the data ranks."""
@@ -251,21 +248,16 @@ class _Legal:
         self.config.check_layout(layout)
         count = check_batch(rows, layout, "plan")
         check_schedule(name, layout, count, "plan")
-        return Flow(name, virtual, rows.micro_batch, count, self._modes_of(name, layout))
+        return Flow(name, virtual, rows.micro_batch, count, self._modes(name, pipeline > 1))
 
-    def _modes_of(self, name: ScheduleName, layout: Layout) -> tuple[Checkpointing, ...]:
-        key = name, layout.pipeline > 1
-        if key not in self._modes:
-            # What is traced whole is timed as it is, each stage in one piece.
-            traced = isinstance(self.family, OwnFamily) or self.family.adopted
-            modes = MODES[:1] if traced else MODES
-            self._modes[key] = tuple(
-                mode for mode in modes if self._ask(partial(self._mode, mode, name, layout))
-            )
-        return self._modes[key]
+    @remembered
+    def _modes(self, name: ScheduleName, several: bool) -> tuple[Checkpointing, ...]:
+        # What is traced whole is timed as it is, each stage in one piece.
+        modes = MODES[:1] if isinstance(self.family, OwnFamily) or self.family.adopted else MODES
+        return tuple(mode for mode in modes if self._ask(partial(self._mode, mode, name, several)))
 
-    def _mode(self, mode: Checkpointing, name: ScheduleName, layout: Layout) -> bool:
-        recipe = self.recipe
+    def _mode(self, mode: Checkpointing, name: ScheduleName, several: bool) -> bool:
+        recipe, layout = self.recipe, Layout(pipeline=1 + several)
         memory: MemorySection = recipe.memory.model_copy(update={"checkpointing": mode})
         check_memory_of_pipeline(memory, layout, name, "plan")
         check_rules(float8_rules(recipe, layout, name), "plan")

@@ -126,9 +126,7 @@ class GenerationChoice:
             "pipeline": self.layout.pipeline,
             "rows": request.recipe.data.global_batch,
             "length": request.recipe.data.sequence_length,
-            "weights": self.memory.weights,
-            "cache": self.memory.cache,
-            "reading": self.memory.reading,
+            **vars(self.memory),
             "bytes": self.bytes,
             "rows_that_fit": self.most,
         }
@@ -162,12 +160,11 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     choices.sort(key=lambda choice: -choice.most)
     if not choices[0].most:
         least = min(choices, key=lambda choice: choice.memory.weights)
+        shorter = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
         raise BadInput(
-            f"plan {request.name}",
-            "memory",
+            f"plan {request.name}", "memory",
             expected=f"at most {request.room / 1e9:.1f} GB on a GPU with one row of {length:,} tokens",
             found=f"weights of {least.memory.weights / 1e9:.1f} GB a rank with {least.layout}",
-            todo="Take more --gpus, a --gpu-type with more memory, or a shorter --sequence-length"
-            + (", or --dtype bfloat16" if dtype.itemsize > 2 else ""),
-        )
+            todo=f"Take more --gpus, a --gpu-type with more memory, or a shorter --sequence-length{shorter}",
+        )  # fmt: skip
     return choices

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from ...simulation.collectives import axes_of_groups
 from ...simulation.kernels import Kernels, computing_as
 from ...simulation.ledger import PHASES, Ledger, kinds_of
 from ...simulation.rank import simulated_rank
-from ...simulation.record import Collective, StepRecord
+from ...simulation.record import StepRecord
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.own.module import OwnFamily
@@ -52,7 +54,8 @@ def simulate_step(
         own = planned.own
         # A first step makes everything ready: with one micro-batch, unless stages' schedule asks for all.
         few = rows if recipe.layout.pipeline > 1 else recipe.data.micro_batch
-        batch: Any = _batch(rows, length, planned.config.vocab_size)
+        ids = torch.arange(rows * length).view(rows, length) % planned.config.vocab_size
+        batch: Any = Batch(ids, ids.roll(-1, 1))
         first: Any = Batch(batch.input_ids[:few], batch.labels[:few])
         if own is not None:
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
@@ -70,10 +73,8 @@ def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str,
     model = own_model(planned.family, planned.config, layout)
     stages.assume(model.outputs(work_of(recipe, planned), recipe.layout_section.split))
     if stages.has_last:  # which also tells what the loss is given
-        stages.describe(
-            layout.stages - 1,
-            {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()},
-        )
+        part = {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()}
+        stages.describe(layout.stages - 1, part)
 
 
 @contextmanager
@@ -109,25 +110,14 @@ def simulated_steps(
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
             result = built.step.launch(batch, scale=scale)
-            ledger.mark(
-                "gradients",
-                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
-            )
+            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            ledger.mark("gradients", grads)
             ledger.updating = True
             update(result)
             ledger.updating = False
     holders = ledger.holders()
     axes = axes_of_groups(state)
-    sent = [
-        Collective(
-            axes.get(collective.axis, collective.axis),
-            collective.kind,
-            collective.bytes,
-            collective.phase,
-            collective.module,
-        )
-        for collective in ledger.collectives
-    ]
+    sent = [replace(each, axis=axes.get(each.axis, each.axis)) for each in ledger.collectives]
     stored = [*model.parameters(), *moments]
     return StepRecord(
         rank=state.rank,
@@ -145,14 +135,10 @@ def simulated_steps(
 def timeline(ledger: Ledger) -> list[tuple[str, int]]:
     """Return the most bytes in each piece of the step, and the phase that ran then."""
     count = len(ledger.bytes_after)
-    pieces = []
-    for piece in range(min(PIECES, count)):
-        first, last = piece * count // PIECES, max((piece + 1) * count // PIECES, piece + 1)
-        if count < PIECES:
-            first, last = piece, piece + 1
-        most = max(range(first, last), key=ledger.bytes_after.__getitem__)
-        pieces.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
-    return pieces
+    pieces = min(PIECES, count)
+    bounds = [piece * count // pieces for piece in range(pieces + 1)] if pieces else []
+    places = [max(range(*pair), key=ledger.bytes_after.__getitem__) for pair in pairwise(bounds)]
+    return [(PHASES[ledger.phases[place]], ledger.bytes_after[place]) for place in places]
 
 
 @contextmanager
@@ -181,8 +167,3 @@ def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
     with mock.patch.object(ComputeWeight, "take_gradient", marked):
         yield
-
-
-def _batch(rows: int, length: int, vocab_size: int) -> Batch:
-    ids = torch.arange(rows * length).view(rows, length) % vocab_size
-    return Batch(ids, ids.roll(-1, 1))

@@ -20,7 +20,7 @@ def strategy(layout: Layout) -> str:
     """Return the name under which the literature knows a layout."""
     if layout.world == 1:
         return "one GPU"
-    zero = layout.zero if shards_of(layout) > 1 else 0
+    zero = layout.zero if layout.data_sizes()[1] > 1 else 0  # with one shard each data rank holds everything
     data = {0: "data parallelism (DDP)", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3 (FSDP)"}[zero]
     if zero and layout.data_replicate > 1:
         data += " in replicas (HSDP)"
@@ -33,12 +33,6 @@ def strategy(layout: Layout) -> str:
     axes += [f"{layout.expert} expert ranks"] if layout.expert > 1 else []
     three = layout.tensor > 1 and layout.pipeline > 1 and layout.data > 1
     return ("3D parallelism: " if three else "") + ", ".join(axes)
-
-
-def shards_of(layout: Layout) -> int:
-    """Return over how many ranks ZeRO cuts what it cuts; 1: each data rank holds everything."""
-    _, shards, _ = layout.data_sizes()
-    return shards
 
 
 def reasons(search: Found) -> list[str]:
@@ -88,7 +82,7 @@ def _sharing(request: Request, best: Answer) -> str:
     """Say what the data ranks share, and what one ZeRO stage less would need or take."""
     layout = best.choice.layout
     who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1) + " ranks"
-    if shards_of(layout) == 1:
+    if layout.data_sizes()[1] == 1:
         beside = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
         return f"the {who} share no weights, gradients or moments, for these fit{beside}"
     shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]

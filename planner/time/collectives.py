@@ -4,8 +4,9 @@ A group's ranks are ``stride`` apart, in the layout's order, and nodes hold cons
 ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node.
 Collectives of all groups of an axis run at once, so the group that lies worst is timed.
 
-A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
-bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
+A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages (Patarasu and Yuan
+2009). Two trees send the bytes up and down in as many messages as they are deep (Sanders, Speck and Traeff
+2009); NCCL takes the faster of both, and so does this.
 """
 
 from collections import Counter
@@ -16,11 +17,30 @@ from math import ceil, lcm, log2
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
 from ..remembered import remembered
-from ..ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
 
 #: The axes over which FSDP gathers and sums groups of parameters.
 FSDP_AXES = ("data", "replicas", "expert data", "expert replicas")
+
+
+def ring_wire_bytes(kind: str, given_bytes: float, ranks: int) -> float:
+    """Return the bytes that each of the ranks puts on the wire with a ring collective.
+
+    ``given_bytes``: the size of the tensor that one rank gives to the collective: the whole one for
+    ``all_reduce``, ``reduce_scatter``, ``broadcast`` and ``all_to_all``, its own shard for ``all_gather``,
+    the message for ``send`` and ``exchange``.
+    """
+    others = ranks - 1
+    match kind:
+        case "all_reduce":  # a reduce-scatter, and an all-gather of what it makes
+            return 2 * others * given_bytes / ranks
+        case "all_gather":
+            return others * given_bytes
+        case "reduce_scatter" | "all_to_all":
+            return others * given_bytes / ranks
+        case "send" | "exchange" | "broadcast":
+            return given_bytes if others else 0.0
+    raise ValueError(f"no collective is called {kind!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +142,9 @@ class Links:
         around = self._around(place)
         wire = ring_wire_bytes(kind, size, place.ranks) / rate
         if kind == "all_reduce":
-            tree = tree_all_reduce_wire_bytes(size, place.ranks) / rate + count * 2 * self._deep(place)
+            # Each of two trees reduces one half and sends it back. A rank has two children in one tree and
+            # none in the other, so it sends one half up in each, and one half to each child.
+            tree = 2 * size / rate + count * 2 * self._deep(place)
             return min(wire + count * 2 * around, tree)
         if kind in ("all_gather", "reduce_scatter"):
             return wire + count * around
@@ -135,10 +157,8 @@ class Links:
 
     def _around(self, place: Placement) -> float:
         """Return the latency of the messages of one way around a ring."""
-        outer = place.nodes if place.nodes > 1 else 0
-        return (place.ranks - 1 - max(0, outer - 1)) * self.machine.inside.latency + max(
-            0, outer - 1
-        ) * self.machine.between.latency
+        over = place.nodes - 1
+        return (place.ranks - 1 - over) * self.machine.inside.latency + over * self.machine.between.latency
 
     def _deep(self, place: Placement) -> float:
         """Return the latency of one way through a tree: along a node's ranks, and over nodes by halves."""
