@@ -59,11 +59,9 @@ class TracedModel:
         self._outputs: dict[object, list[StageOutput]] = {}
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
-        """Count the parameters of a rank."""
         return module_parameters(self._model(state, split), state)
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
-        """Return the costs of each stage of the rank of ``work``."""
         mode, interval, own = work.checkpointing, work.checkpoint_every, self._own
         key = *self._cut(work.state, split), work.batch, mode, interval
         if key not in self._costs:
@@ -161,7 +159,6 @@ def planned_model(
 
 
 def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
-    """Return what plans a user's module."""
     own = family.parts
     assert isinstance(own, OwnParts)
 
@@ -177,7 +174,6 @@ def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedM
 
 @lru_cache(maxsize=64)  # one for each cut of the layers, of which a search asks for many
 def _adopted(family: Family, config: ModelConfig, asked: Asked, cut: object) -> TracedModel:
-    """Return what plans a model whose blocks transformers' code computes."""
 
     def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         frozen: dict[str, Any] = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}

@@ -158,7 +158,6 @@ class RankWalk:
         return self.parameters.exit * (place == len(self.stages) - 1)
 
     def _backward(self, place: int, *, last: bool) -> None:
-        """Walk through a whole backward."""
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         self._forwards(stage)

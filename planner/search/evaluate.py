@@ -95,7 +95,6 @@ class Evaluator:
         return RankWalk(work, self._parameters(choice.layout, pipeline), costs)
 
     def answer(self, choice: Choice) -> Answer:
-        """Evaluate a choice as a whole."""
         memory = tuple(self.memory(choice, rank) for rank in range(choice.layout.pipeline))
         return Answer(choice, self._timer(choice).time(), memory, self.request.runtime)
 
@@ -201,7 +200,6 @@ class Evaluator:
 
     @remembered
     def _state(self, layout: Layout, pipeline: int) -> ParallelState:
-        """Return a stand-in for the first rank of a pipeline rank."""
         return ParallelState.stand_in(layout, layout.first_rank(pipeline))
 
     @remembered

@@ -95,7 +95,6 @@ def find_layouts(
 def _search(
     outcome: Found, shown: int, processes: int, progress: Callable[[Found], None] | None, *, offload: bool
 ) -> bool:
-    """Search, and tell whether something fits."""
     request, legal = outcome.request, outcome.legal
     cuts = [*candidates(request, Tally() if offload else outcome.tally, offload=offload)]
     outcome.legal += sum(cut.layouts for cut in cuts)

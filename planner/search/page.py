@@ -12,7 +12,6 @@ from .sweep import asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_war
 
 
 def make_page(search: Found) -> str:
-    """Return the page of one search."""
     request = search.request
     sentences = [asked(request), *reasons(search)]
     sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]
@@ -43,7 +42,6 @@ def make_page(search: Found) -> str:
 
 
 def _schedule(search: Found) -> list[str]:
-    """Return the timetable of the fastest layout, if it has a pipeline."""
     best = search.best[0]
     if best.choice.layout.pipeline == 1:
         return []

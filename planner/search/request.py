@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...models import Family, ModelConfig, family_of, published_size, published_sizes
+from ...models import AdaptedFamily, Family, ModelConfig, family_of, published_size, published_sizes
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ...simulation.model_flops import Parameters, parameters_of
@@ -44,6 +44,11 @@ class Request:
     #: Tokens of the whole training, and the price of a GPU-hour, if the user states them.
     tokens: float | None = None
     price: float | None = None
+
+    @property
+    def base(self) -> Family:
+        """Return the family of the model without adapters."""
+        return self.family.base if isinstance(self.family, AdaptedFamily) else self.family
 
     @property
     def runtime(self) -> int:

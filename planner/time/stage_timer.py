@@ -40,7 +40,6 @@ class StageSeconds(dict[tuple[str, str], float]):
         return self
 
     def of(self, direction: str) -> dict[str, float]:
-        """Return the seconds of each part in a direction."""
         return {part: seconds for (way, part), seconds in self.items() if way == direction}
 
     @property
