@@ -24,17 +24,12 @@ _TABLE = Path(__file__).with_name("published_runs.toml")
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Describe a published run: its step, and one reported speed.
+    """Describe a published run: its step, and one reported speed: ``tokens`` a second or ``tflops`` of a GPU,
+    or ``mfu``. ``published_runs.toml`` says what its keys are.
 
-    ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu``;
-    ``convention`` says whether the latter two count the causal half of attention or all of it.
-    ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
-    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``attention``: share of
-    the GPU's FLOP/s that their attention kernel reaches, if it is not torch's. ``exchanged``: the bytes that
-    they exchange between experts, by trilith's. ``gibibytes``: reported memory, which ``counts`` what is
-    allocated or reserved; ``differs``: what their program keeps and the plan has not, or the other way round,
-    ``named`` GiB more in all. ``loss_chunk``: tokens whose logits exist at once; 0 for all. ``assumed``: what
-    the source does not say.
+    ``title`` names the source. ``split_ends``: blocks of the first and the last stage, if these have fewer.
+    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``loss_chunk``: tokens
+    whose logits exist at once; 0 for all.
     """
 
     source: str

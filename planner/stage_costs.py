@@ -16,13 +16,13 @@ from .step_shape import Work
 
 
 class Alike(NamedTuple):
-    """State the piece of ``count`` blocks that are alike, and the ``number`` of the first one.
+    """State the piece of so many ``blocks`` that are alike, and the ``number`` of the first one.
 
     ``mode``: of their activation checkpointing; ``reached``: whether a backward comes to them.
     """
 
     number: int
-    count: int
+    blocks: int
     piece: Piece
     mode: Checkpointing
     reached: bool

@@ -41,7 +41,8 @@ MOST_NODES, LEAST_TOKENS = 2, 2048
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
-class Flow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Flow:
     """State how micro-batches go through the pipeline. ``count``: number of micro-batches of a rank in a
     step.
 

@@ -20,7 +20,7 @@ _LEAST_PART = 5e-4
 
 def rows(search: Found) -> list[tuple[str, ...]]:
     """Return the table of the fastest layouts, one row each, as text."""
-    cells = []
+    cells = list[tuple[str, ...]]()
     for number, answer in enumerate(search.best, 1):
         time, waits = answer.time, answer.time.parts["bubble"] / answer.time.seconds
         figures = f"{time.rate:,.0f}", f"{time.mfu.causal:.1%}", f"{waits:.1%}", f"{answer.bytes / 1e9:.1f}"

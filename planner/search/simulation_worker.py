@@ -46,7 +46,7 @@ class Worker:
         """
         try:
             self._pipe.send((recipe, rank, kernels))
-            answer = self._pipe.recv()
+            answer: StepRecord | BadInput = self._pipe.recv()
         except (EOFError, OSError):  # it has ended, for which it has said why
             code = self._process.wait()
             raise RuntimeError(f"the simulation of rank {rank} ended with code {code}") from None

@@ -41,10 +41,8 @@ def reasons(search: Found) -> list[str]:
     layout = best.choice.layout
     of = request.parameters
     states = _STATES * of.trained + 2 * (of.whole - of.trained)
-    what = (
-        f"Weights, gradients and moments take {readable(states, 'bytes')}, "
-        f"and a GPU may hold {request.room / 1e9:.1f} GB"
-    )
+    room = f"a GPU may hold {request.room / 1e9:.1f} GB"
+    what = f"Weights, gradients and moments take {readable(states, 'bytes')}, and {room}"
     why = ["nothing has to be cut"] if layout.world == 1 else []
     why += [_sharing(request, best)] if layout.data * layout.context > 1 else []
     if layout.tensor > 1:

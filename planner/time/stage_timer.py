@@ -97,8 +97,8 @@ class StageTimer:
     ) -> StageSeconds:
         seconds = StageSeconds()
         for alike in stage.alike(work.checkpointing, work.checkpoint_every):
-            seconds.include(self.block(*alike[2:]), alike.count)
-            self._accumulate(seconds, work, parameters.group(alike.number), alike.count)
+            seconds.include(self.block(*alike[2:]), alike.blocks)
+            self._accumulate(seconds, work, parameters.group(alike.number), alike.blocks)
         for piece in stage.beside:
             seconds.include(self._beside(piece))
         if stage.loss is not None:

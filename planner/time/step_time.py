@@ -93,7 +93,7 @@ class StepTimer:
         seconds, around = StageSeconds().include(alone), self.data_ranks.around
         for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
             group, beside = parameters.group(alike.number), self.timer.block(*alike[2:]).computed
-            seconds.add("data", alike.count, **around(group, *beside, reached=alike.reached))
+            seconds.add("data", alike.blocks, **around(group, *beside, reached=alike.reached))
         if root is not None:
             seconds.add("data", **around(root, 0.0, 0.0, root=True))
         pieces = in_one_piece(stage, parameters)
