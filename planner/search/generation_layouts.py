@@ -71,13 +71,10 @@ def generation_memory(
         parameters = sample.parameters(state).every
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
-        plans.append(
-            GenerationMemory(
-                weights=parameters.here * dtype.itemsize + parameters.fixed_bytes,
-                cache=sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES,
-                reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent,
-            )
-        )
+        weights = parameters.here * dtype.itemsize + parameters.fixed_bytes
+        cache = sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES
+        reading = int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent
+        plans.append(GenerationMemory(weights, cache, reading))
     return plans
 
 
@@ -94,9 +91,7 @@ def rows_that_fit(
     two, three = totals(2), totals(3)
     if max(two) > room:
         return int(max(totals(1)) <= room)
-    return min(
-        2 + (room - of_two) // (of_three - of_two) for of_two, of_three in zip(two, three, strict=True)
-    )
+    return min(2 + (room - size) // (other - size) for size, other in zip(two, three, strict=True))
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,6 @@ def test_the_critical_batch_follows_from_the_loss():
     assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
 
 
-def test_a_choice_says_itself_in_the_words_of_a_recipe(result):
-    best = result.best[0].choice
-    assert isinstance(best, Choice) and f"micro_batch {best.micro_batch}" in str(best)
-
-
 def request_of(name, headroom, gpus):
     machine = machine_named("rtx-4090", gpus_per_node=2)
     path = str(FOLDER / "search" / f"{name}.json")
