@@ -71,10 +71,12 @@ def count_parameters(
 
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
-    return sum((_count(parameter, declaration, state, ends) for parameter, declaration in named), Group())
+    return sum(
+        (_count_parameter(parameter, declaration, state, ends) for parameter, declaration in named), Group()
+    )
 
 
-def _count(
+def _count_parameter(
     parameter: nn.Parameter, declaration: Declaration, state: ParallelState, ends: bool | None
 ) -> Group:
     layout, at = state.layout, state.at
