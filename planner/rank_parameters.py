@@ -71,9 +71,7 @@ def count_parameters(
 
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
-    return sum(
-        (_count_parameter(parameter, declaration, state, ends) for parameter, declaration in named), Group()
-    )
+    return sum((_count_parameter(*weight, state, ends) for weight in named), Group())
 
 
 def _count_parameter(
