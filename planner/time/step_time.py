@@ -173,7 +173,8 @@ class StepTimer:
         """
         ranks = [(stages, self.parameters(rank)) for rank, stages in self._of_rank.items()]
         exchange = max(self.data_ranks.once(*rank) for rank in ranks)
-        return {"data": exchange, "optimizer": max(self.data_ranks.update(held) for _, held in ranks)}
+        updates = (self.data_ranks.update(parameters) for _, parameters in ranks)
+        return {"data": exchange, "optimizer": max(updates)}
 
     def least(self, of_stages: float | None = None) -> float:
         """Return a lower bound of the seconds of a step, computed without the timetable; ``of_stages``: what
