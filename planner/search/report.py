@@ -10,8 +10,7 @@ from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import TIED, Found, ties
 from .request import Request
-from .strategy import reasons, strategy
-from .warnings import warnings
+from .strategy import reasons, strategy, warnings
 
 HEAD = ("", "layout", "seconds", "tokens/s", "MFU", "waits", "GB")
 #: The share of a step below which a part of its time is not shown.

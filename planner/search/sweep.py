@@ -7,7 +7,7 @@ from ...system import counted
 from .find import Found
 from .report import as_json, asked_json, machine_of, seconds_of, spent
 from .request import Request
-from .warnings import warnings
+from .strategy import warnings
 
 
 def found_ones(results: Sequence[Found]) -> list[Found]:

@@ -21,8 +21,8 @@ from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
 from trilith.planner.search.page import make_page
 from trilith.planner.search.report import recipe_toml
+from trilith.planner.search.strategy import critical_batch
 from trilith.planner.search.tally import Tally
-from trilith.planner.search.warnings import critical_batch
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe

@@ -11,8 +11,7 @@ from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout
 from trilith.planner.search import Choice, Found, find_layouts, read_request
 from trilith.planner.search.evaluate import Evaluator
-from trilith.planner.search.strategy import reasons, strategy
-from trilith.planner.search.warnings import critical_batch, warnings
+from trilith.planner.search.strategy import critical_batch, reasons, strategy, warnings
 from trilith.planner.time import machine_named
 from trilith.simulation.model_flops import Parameters
 
