@@ -196,13 +196,13 @@ class _Legal:
 
     def shape(self, layout: Layout) -> bool:
         """Tell whether the model can be cut over these axes, and the batch over the data ranks."""
-        rows = self.recipe.data.model_copy(update={"micro_batch": 1})
+        rows, legal = self.recipe.data.model_copy(update={"micro_batch": 1}), False
         with self._counting():
             self.config.check_layout(layout)
             check_batch(rows, layout, "plan")
             layout.check_length(rows.sequence_length, "plan", "data.sequence_length")
-            return True
-        return False
+            legal = True
+        return legal
 
     def layout(self, *, tensor: int, **numbers: Any) -> Layout | None:
         """Return the layout, unless the model or the length of a row forbids it.
