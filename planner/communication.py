@@ -17,7 +17,26 @@ from .planned_model import planned_rank
 from .rank_parameters import Group, RankParameters
 from .stage_costs import StageCost
 from .step_shape import Work
-from .time.collectives import ring_wire_bytes
+
+
+def ring_wire_bytes(kind: str, given_bytes: float, ranks: int) -> float:
+    """Return the bytes that each of the ranks puts on the wire with a ring collective (Patarasu, Yuan 2009).
+
+    ``given_bytes``: the size of the tensor that one rank gives to the collective: the whole one for
+    ``all_reduce``, ``reduce_scatter``, ``broadcast`` and ``all_to_all``, its own shard for ``all_gather``,
+    the message for ``send`` and ``exchange``.
+    """
+    others = ranks - 1
+    match kind:
+        case "all_reduce":  # a reduce-scatter, and an all-gather of what it makes
+            return 2 * others * given_bytes / ranks
+        case "all_gather":
+            return others * given_bytes
+        case "reduce_scatter" | "all_to_all":
+            return others * given_bytes / ranks
+        case "send" | "exchange" | "broadcast":
+            return given_bytes if others else 0.0
+    raise ValueError(f"no collective is called {kind!r}")
 
 
 @dataclass(frozen=True)

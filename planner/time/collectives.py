@@ -16,31 +16,12 @@ from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
+from ..communication import ring_wire_bytes
 from ..remembered import remembered
 from .machines import Machine
 
 #: The axes over which FSDP gathers and sums groups of parameters.
 FSDP_AXES = ("data", "replicas", "expert data", "expert replicas")
-
-
-def ring_wire_bytes(kind: str, given_bytes: float, ranks: int) -> float:
-    """Return the bytes that each of the ranks puts on the wire with a ring collective.
-
-    ``given_bytes``: the size of the tensor that one rank gives to the collective: the whole one for
-    ``all_reduce``, ``reduce_scatter``, ``broadcast`` and ``all_to_all``, its own shard for ``all_gather``,
-    the message for ``send`` and ``exchange``.
-    """
-    others = ranks - 1
-    match kind:
-        case "all_reduce":  # a reduce-scatter, and an all-gather of what it makes
-            return 2 * others * given_bytes / ranks
-        case "all_gather":
-            return others * given_bytes
-        case "reduce_scatter" | "all_to_all":
-            return others * given_bytes / ranks
-        case "send" | "exchange" | "broadcast":
-            return given_bytes if others else 0.0
-    raise ValueError(f"no collective is called {kind!r}")
 
 
 @dataclass(frozen=True, slots=True)

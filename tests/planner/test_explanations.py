@@ -9,8 +9,8 @@ from support.topics import explained
 from trilith.cli.app import run
 from trilith.cli.plan_explain import read_table
 from trilith.pipeline import bubble
+from trilith.planner.communication import ring_wire_bytes
 from trilith.planner.explanation import evaluate, readable
-from trilith.planner.time.collectives import ring_wire_bytes
 
 TOPICS = read_table()[1]
 

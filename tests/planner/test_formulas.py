@@ -9,8 +9,7 @@ from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
-from trilith.planner.communication import traffic_of_piece
-from trilith.planner.time.collectives import ring_wire_bytes
+from trilith.planner.communication import ring_wire_bytes, traffic_of_piece
 from trilith.planner.time.stage_timer import exchanged
 from trilith.simulation.model_flops import Mfu, flops_per_token
 from trilith.simulation.pieces import ModelPieces
