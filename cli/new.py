@@ -56,10 +56,10 @@ def new(
     read = [Path(model), *TokenPaths.of(tokens).all]
     check_output_file(out, force=force, inputs=read)
     machine = machine_named(gpu_type.lower())
-    made = from_options(new_recipe, options, model=model, tokens=tokens, machine=machine, gpus=count)
+    text, search = from_options(new_recipe, options, model=model, tokens=tokens, machine=machine, gpus=count)
     with output_file(out, force=force, inputs=read) as path:
-        path.write_text(made.text, encoding="utf-8")
-    best = made.search.best[0]
+        path.write_text(text, encoding="utf-8")
+    best = search.best[0]
     say(f"wrote {out}: {best.choice}, {best.bytes / 1e9:.1f} GB of a GPU")
     command = shlex.join(["trilith", "train", str(out)])
     say(f"next: {command} --dry-run\n      {command}")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ..planner.search.find import Found
     from ..planner.search.request import Request
-    from ..planner.search.sweep import Unmet
 
 #: The most numbers that an option with several takes.
 MOST_COUNTS = 64
@@ -156,14 +155,14 @@ def _counts(text: str | None, option: str) -> list[int] | None:
     return counts
 
 
-def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
+def _search(requests: Sequence[Request]) -> list[Found]:
     """Search for each request with a progress bar on a terminal; raise ``BadInput`` if all find nothing."""
     from rich.progress import TimeElapsedColumn
 
-    from ..planner.search.find import SHOWN, find_layouts
-    from ..planner.search.sweep import Unmet, found_ones
+    from ..planner.search.find import SHOWN, Found, find_layouts
+    from ..planner.search.sweep import found_ones
 
-    results: list[Found | Unmet] = []
+    results: list[Found] = []
     shown, cores = SHOWN if len(requests) == 1 else 1, usable_cores()
     with progress_bar(TimeElapsedColumn(), transient=True) as progress:
         for request in requests:
@@ -176,7 +175,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
             try:
                 results.append(find_layouts(request, shown=shown, processes=cores, progress=show_progress))
             except BadInput as error:
-                results.append(Unmet(request, error))
+                results.append(Found(request, error=error))
             progress.remove_task(task)
     found_ones(results)
     return results

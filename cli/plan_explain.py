@@ -4,10 +4,10 @@ import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,9 +15,6 @@ from ..system import BadInput
 from .shared.options import SCHEDULES, parse_amount
 from .shared.parameters import As, Range, written
 from .shared.say import say, say_json
-
-if TYPE_CHECKING:
-    from ..planner.explanation import Explanation
 
 
 class Input(NamedTuple):
@@ -144,8 +141,9 @@ def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> "Explanation":
-    from ..planner.explanation import Given, explain, numbers_of
+def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Context) -> dict[str, Any]:
+    """Put the numbers into the topic's formulas: what is given, each result with its arithmetic, notes."""
+    from ..planner.explanation import explain, numbers_of
 
     options, _ = read_table()
     at = {key: values[key] for key in topic.choices}
@@ -159,13 +157,20 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
         for option in written(called).keys() & of_model:
             raise BadInput("explain", _flag(option), expected="no --model, which sets it", found="both")
         numbers = numbers_of(at["model"], at.get("S", 1))
-        at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
+        at |= {symbol: numbers[key] for symbol, key in topic.of_model.items()}
     if name in _PREPARE:
         _PREPARE[name](at)
-    inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.inputs]
-    steps = [[text.format(**at) for text in row] for row in topic.steps]
-    notes = [note.format(**at) for note in topic.notes]
-    return explain(topic.title, inputs, steps, notes, topic.sources)
+    rows = [tuple(text.format(**at) for text in row) for row in topic.steps]
+    steps, used = explain({row.symbol: at[row.symbol] for row in topic.inputs}, rows)
+    names = ("symbol", "value", "meaning", "option")
+    inputs = [(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.inputs]
+    return {
+        "title": topic.title,
+        "inputs": [dict(zip(names, row, strict=True)) for row in inputs if row[0] in used],
+        "steps": [step._asdict() for step in steps],
+        "notes": [note.format(**at) for note in topic.notes],
+        "sources": topic.sources,
+    }
 
 
 def _schedule(at: dict[str, Any]) -> None:
@@ -226,19 +231,19 @@ _PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _show(explanation: "Explanation", as_json: bool) -> None:
+def _show(explanation: Mapping[str, Any], as_json: bool) -> None:
     from ..planner.explanation import plain, readable
 
     if as_json:
-        say_json(asdict(explanation))
+        say_json(explanation)
         return
-    say(f"{explanation.title}\n\ngiven")
-    for number in explanation.inputs:
-        say(f"  {number.symbol} = {plain(number.value):<16} {number.meaning} ({number.option})")
-    for step in explanation.steps:
-        result = readable(step.value, step.unit)
-        say(f"\n{step.symbol} = {step.formula}\n  = {step.numbers}\n  = {result} {step.meaning}")
+    say(f"{explanation['title']}\n\ngiven")
+    for number in explanation["inputs"]:
+        say("  {symbol} = {shown:<16} {meaning} ({option})".format(**number, shown=plain(number["value"])))
+    for step in explanation["steps"]:
+        result = readable(step["value"], step["unit"])
+        say("\n{symbol} = {formula}\n  = {numbers}\n  = {result} {meaning}".format(**step, result=result))
     say("")
-    for note in explanation.notes:
+    for note in explanation["notes"]:
         say(note)
-    say(f"Sources: {'; '.join(explanation.sources)}")
+    say(f"Sources: {'; '.join(explanation['sources'])}")

@@ -9,11 +9,11 @@ which runs the step of a rank of a recipe on a device that is not there and retu
 
 from typing import TYPE_CHECKING, Any
 
-from .communication import Traffic, step_traffic, traffic_of
-from .memory import MemoryPlan, memory_of, plan_memory
-from .rank_parameters import Group, RankParameters, rank_parameters
+from .communication import Traffic, step_traffic
+from .memory import MemoryPlan, plan_memory
+from .planned_model import rank_parameters
+from .rank_parameters import Group, RankParameters
 from .sampled_model import SampledModel, sampled
-from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
 if TYPE_CHECKING:
@@ -27,20 +27,16 @@ __all__ = [
     "RankParameters",
     "Request",
     "SampledModel",
-    "StageCost",
     "Traffic",
     "Work",
     "Worker",
     "find_layouts",
     "fit",
-    "memory_of",
     "plan_memory",
     "rank_parameters",
     "read_request",
     "sampled",
-    "stage_costs",
     "step_traffic",
-    "traffic_of",
 ]
 
 

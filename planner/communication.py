@@ -1,46 +1,42 @@
 """Count what a rank sends in a training step: the collectives of each kind, and the bytes given to them.
 
-What blocks, ends and loss send is read off traces of them. For a block over ``t`` tensor ranks and N tokens
-of a micro-batch, D wide, it adds up to the table below (Shoeybi et al. 2019, section 3; Korthikanti et al.
-2022, section 4). Products that share their input (q, k and v; gate and up) need one collective together:
-
-=============================  =================================  =================================
-                               forward                            backward
-=============================  =================================  =================================
-tensor                         2 all-reduces of N D               2 all-reduces of N D
-tensor, sequence               2 all-gathers of N D / t,          2 all-gathers of N D / t,
-                               2 reduce-scatters of N D           2 reduce-scatters of N D
-=============================  =================================  =================================
-
-Over c context ranks with N tokens each, a block's attention also fetches keys and values; let a rank have K
-such numbers. Forward is an all-gather of K; backward is another one and a reduce-scatter of c K gradients.
-Around a ring, forward is c - 1 exchanges of K, and backward is 2 (c - 1).
-
-Experts, routed and shared together, send as much over the tensor ranks as a feed-forward. The embedding
-sends as much as a block's exit, and the output layer, tied or not, as much as a block's entrance. The loss
-has two all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, attention, activation
-functions and dropout send nothing.
+What blocks, ends and loss send is read off traces of them; docs/communication.md has the formulas. What FSDP
+sends follows from the sizes of its groups of parameters, and from how often a step gathers and sums them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from ..layers import checkpointed
 from ..simulation.piece import Piece
-from .gathers_and_sums import (
-    gathers_of_block,
-    gathers_of_root,
-    sums,
-    sums_of_replicas,
-)
-from .own_module import Loss, stages_of
-from .rank_parameters import Group, RankParameters, rank_parameters
-from .ring_and_tree import ring_wire_bytes
+from .own_module import Loss
+from .planned_model import planned_rank
+from .rank_parameters import Group, RankParameters
 from .stage_costs import StageCost
 from .step_shape import Work
+
+
+def ring_wire_bytes(kind: str, given_bytes: float, ranks: int) -> float:
+    """Return the bytes that each of the ranks puts on the wire with a ring collective (Patarasu, Yuan 2009).
+
+    ``given_bytes``: the size of the tensor that one rank gives to the collective: the whole one for
+    ``all_reduce``, ``reduce_scatter``, ``broadcast`` and ``all_to_all``, its own shard for ``all_gather``,
+    the message for ``send`` and ``exchange``.
+    """
+    others = ranks - 1
+    match kind:
+        case "all_reduce":  # a reduce-scatter, and an all-gather of what it makes
+            return 2 * others * given_bytes / ranks
+        case "all_gather":
+            return others * given_bytes
+        case "reduce_scatter" | "all_to_all":
+            return others * given_bytes / ranks
+        case "send" | "exchange" | "broadcast":
+            return given_bytes if others else 0.0
+    raise ValueError(f"no collective is called {kind!r}")
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,7 @@ def step_traffic(
     ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
     work = replace(work, trains_all=getattr(model, "trains_all", False))
-    parameters = rank_parameters(model, work.state)
-    return traffic_of(work, parameters, stages_of(work, model, samples, loss))
+    return traffic_of(work, *planned_rank(work, model, samples, loss))
 
 
 def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> list[Traffic]:
@@ -113,14 +108,14 @@ def traffic_of(work: Work, parameters: RankParameters, stages: Sequence[StageCos
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
                 sent.piece(piece, again=True)
     sent.between_stages()
-    of_root = gathers_of_root(work, reached=reached)
+    of_root = work.gathers_of_root(reached=reached)
     sent.gathers(parameters.root, of_root, of_root)
     # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
     for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
         sent.sums(end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
     for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
-        sent.gathers_of_blocks(place, stage, blocks, parameters.group)
+        sent.gathers_of_blocks(place, stage, blocks, parameters)
         for block, number in blocks:
             sent.sums(block, number)
     sent.once(parameters)
@@ -132,26 +127,25 @@ class _Sent:
 
     def __init__(self, work: Work) -> None:
         self.work, self.layout = work, work.layout
-        self._sums: dict[tuple[str, str, str, int], tuple[int, int]] = {}
+        self._counts, self._sizes = Counter[tuple[str, str, str, int]](), Counter[tuple[str, str, str, int]]()
 
     @property
     def traffic(self) -> list[Traffic]:
         return [
-            Traffic(axis, kind, what, count, size, ranks)
-            for (axis, kind, what, ranks), (count, size) in self._sums.items()
+            Traffic(axis, kind, what, count, self._sizes[axis, kind, what, ranks], ranks)
+            for (axis, kind, what, ranks), count in self._counts.items()
         ]
 
     def add(self, axis: str, kind: str, what: str, ranks: int, count: int, size: int) -> None:
         """Add so many collectives, to which a rank gives ``size`` bytes in all."""
         if count and ranks > 1:
-            counts, sizes = self._sums.get(key := (axis, kind, what, ranks), (0, 0))
-            self._sums[key] = counts + count, sizes + size
+            self._counts[axis, kind, what, ranks] += count
+            self._sizes[axis, kind, what, ranks] += size
 
     def piece(self, piece: Piece, *, again: bool = False) -> None:
         rounds = self.work.micro_batches
         for sent in traffic_of_piece(self.work, piece, again=again):
-            count, size = rounds * sent.count, rounds * sent.bytes
-            self.add(sent.axis, sent.kind, sent.what, sent.ranks, count, size)
+            self.add(sent.axis, sent.kind, sent.what, sent.ranks, rounds * sent.count, rounds * sent.bytes)
 
     def between_stages(self) -> None:
         """Add hidden states to the next stage and gradients to the one before, for each micro-batch.
@@ -176,50 +170,48 @@ class _Sent:
                 self.add(axis, "all_gather", "weights", ranks, times * number, size)
 
     def gathers_of_blocks(
-        self,
-        place: int,
-        stage: StageCost,
-        blocks: Iterable[tuple[Group, int]],
-        group: Callable[[int], Group],
+        self, place: int, stage: StageCost, blocks: Iterable[tuple[Group, int]], parameters: RankParameters
     ) -> None:
         """Add FSDP's gathers of all blocks of a stage, whose number is ``place``."""
         work, counts = self.work, Counter[Group]()
         for block, number in blocks:
             counts[block] += number
-        for number in stage.before_trained:
-            counts[group(number)] -= 1
-            forward = gathers_of_block(work, place, reached=False)
+        before_trained = [number for number in stage.blocks if number not in stage.reached]
+        for number in before_trained:
+            group = parameters.group(number)
+            counts[group] -= 1
+            forward = work.gathers_of_block(place, reached=False)
             # Where experts are gathered by themselves the block that holds them is gathered after them, too.
             # The backward of each block gathers the one before it with ZeRO 3. Here no backward takes what it
             # gathered, but the next forward does: only the step's last one is in vain.
-            last = number == stage.before_trained[-1]
-            ahead = last and stage.has_backward and work.layout.zero == 3
-            self.gathers(group(number), forward + ahead, forward)
+            ahead = number == before_trained[-1] and stage.has_backward and work.layout.zero == 3
+            self.gathers(group, forward + ahead, forward)
+        gathers = work.gathers_of_block(place)
         for block, number in counts.items():
-            gathers = gathers_of_block(work, place)
             self.gathers(block, gathers, gathers, number)
 
     def sums(self, group: Group, times: int = 1, *, root: bool = False) -> None:
         """Add the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
-        scatters, replicas = sums(self.work) * times, sums_of_replicas(self.work, root=root) * times
+        scatters, replicas = self.work.sums * times, self.work.sums_of_replicas(root=root) * times
         for name, trained in (("", group.trained_padded), ("expert ", group.trained_apart)):
             if trained:
                 (copies, shards, _), piece = self.layout.data_sizes(bool(name)), trained * self.work.reduce
-                size = scatters * shards * piece
-                self.add(f"{name}data", "reduce_scatter", "gradients", shards, scatters, size)
+                self.add(
+                    f"{name}data", "reduce_scatter", "gradients", shards, scatters, scatters * shards * piece
+                )
                 self.add(f"{name}replicas", "all_reduce", "gradients", copies, replicas, replicas * piece)
 
     def once(self, parameters: RankParameters) -> None:
         """Add the traffic that a step has once: the sums of partial gradients, and single numbers."""
         layout, total, terms = self.layout, parameters.every, parameters.terms
-        size = max(self.work.master, self.work.reduce)
-        for axis, what, ranks, tensors, elements in (
-            ("tensor", "partial gradients", layout.tensor, total.partial_tensors, total.partial),
-            ("ends", "tied embedding", 2, total.end_tensors, total.ends),
+        size, world = max(self.work.master, self.work.reduce), layout.world
+        for axis, what, ranks, count, nbytes in (
+            ("tensor", "partial gradients", layout.tensor, total.partial_tensors > 0, total.partial * size),
+            ("ends", "tied embedding", 2, total.end_tensors > 0, total.ends * size),
+            # With the counts of the loss's terms go five numbers that tell whether every rank can use its
+            # batch, and with its sums two that tell whether every parameter has a gradient.
+            ("all", "tokens", world, 1, (5 + terms) * 8),
+            ("all", "loss", world, 1, (2 + terms) * 8),
+            ("all", "gradient norm", world, 1, max(self.work.master, 4)),
         ):
-            self.add(axis, "all_reduce", what, ranks, bool(tensors), elements * size)
-        # With the counts of the loss's terms go five numbers that tell whether every rank can use its batch.
-        self.add("all", "all_reduce", "tokens", layout.world, 1, (5 + terms) * 8)
-        # With its sums go two numbers that tell whether every parameter has a gradient.
-        self.add("all", "all_reduce", "loss", layout.world, 1, (2 + terms) * 8)
-        self.add("all", "all_reduce", "gradient norm", layout.world, 1, max(self.work.master, 4))
+            self.add(axis, "all_reduce", what, ranks, count, nbytes)

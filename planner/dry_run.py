@@ -24,10 +24,9 @@ from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
-from .planned_model import Asked, planned_model
-from .rank_parameters import RankParameters, rank_parameters
+from .planned_model import Asked, PlannedModel, informed, planned_model
 from .remedies import Remedy, changes_of, keys_of, remedies
-from .stage_costs import StageCost, stage_costs
+from .sampled_model import SampledModel
 from .step_shape import Work, sizes_of
 from .time import Machine, StepTime, StepTimer
 
@@ -78,13 +77,6 @@ class DryRun:
     def tokens(self) -> int:
         return self.recipe.data.global_batch * self.recipe.data.sequence_length
 
-    @property
-    def _tried(self) -> str:
-        keys = dict.fromkeys(key for change in changes_of(self.recipe) for key in keys_of(change))
-        if not keys:
-            return "nothing in the recipe is left to change"
-        return f"{', '.join(keys)} do not suffice, alone or together"
-
     def check(self, where: str) -> None:
         """Raise ``BadInput`` if the rank does not fit its device; it names the excess and changes that
         would fit.
@@ -93,12 +85,16 @@ class DryRun:
             return
         share = 1 - self.recipe.memory.headroom
         ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.remedies)
+        keys = dict.fromkeys(key for change in changes_of(self.recipe) for key in keys_of(change))
+        tried = "nothing in the recipe is left to change"
+        if keys:
+            tried = f"{', '.join(keys)} do not suffice, alone or together"
         raise BadInput(
             where,
             f"memory of rank {self.rank.rank}",
             expected=f"at most {self.room / 1e9:.1f} GB, {share:.0%} of the device's",
             found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
-            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {self._tried}",
+            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {tried}",
         )
 
 
@@ -112,7 +108,6 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
-    layout = recipe.layout
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     parameters = parameters_of(base.on_meta(planned.config))
     device = device if device is not None else device_room(recipe)
@@ -128,7 +123,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
         parameters.active,
         chosen,
         micro_batches,
-        bubble(recipe.layout_section.schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
+        bubble(recipe.layout_section.schedule, recipe.layout, micro_batches),
         planned.cut,
         _flops(recipe, planned),
         device,
@@ -155,9 +150,9 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
-    """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    parameters, costs = _rank_of(recipe, planned, work)
+    model = _model_of(recipe, planned, work)
+    parameters, costs = model.parameters(work.state, planned.split), model.costs(work, planned.split)
     runtime = runtime_of(recipe.device)
     totals = parameters.every
     memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs)
@@ -181,7 +176,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    return planned_model(planned.family, planned.config, recipe.layout).informed(work, planned.split)
+    return informed(work, planned_model(planned.family, planned.config, recipe.layout), planned.split)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
@@ -193,18 +188,20 @@ def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     return timer.time()
 
 
-def _rank_of(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:
-    """Return a rank's parameters and the costs of its stages: from one block of each kind, or from every
-    block where the recipe treats some of them differently.
+def _model_of(recipe: Recipe, planned: Plan, work: Work) -> PlannedModel:
+    """Return what plans a rank: one block of each kind, or every block of it where the recipe treats some of
+    them differently.
     """
-    whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
-    if whole and planned.own is None and not planned.family.adopted:
+    if (
+        (planned.groups or recipe.attention_backend != "auto")
+        and planned.own is None
+        and not planned.family.adopted
+    ):
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe, work.state)
-        return rank_parameters(model, work.state), stage_costs(work, model)
-    model = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
-    return model.parameters(work.state, planned.split), model.costs(work, planned.split)
+        return SampledModel(planned.family, model, stage=model.stage)
+    return planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
 
 
 def _asked_of(recipe: Recipe, planned: Plan) -> Asked:

@@ -4,27 +4,15 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isfinite, log2, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..models import published_size
 from ..simulation.model_flops import flops_per_token, parameters_of
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """State a number that is put in, under the symbol that formulas use; ``option`` sets it."""
-
-    symbol: str
-    value: float
-    meaning: str
-    option: str
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """State one result. ``formula`` is arithmetic over symbols; ``numbers`` is the same with numbers.
 
     Its unit is bytes, s, FLOPs, share, or another word.
@@ -36,17 +24,6 @@ class Step:
     numbers: str
     value: float
     unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Hold the inputs and the steps; a step's symbol may stand in the formulas after it."""
-
-    title: str
-    inputs: Sequence[Given]
-    steps: Sequence[Step]
-    notes: Sequence[str]
-    sources: Sequence[str]
 
 
 #: What may stand in a formula, besides names, numbers and parentheses.
@@ -76,30 +53,22 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
     raise ValueError(f"no arithmetic: {ast.unparse(node)}")
 
 
-def explain(
-    title: str,
-    inputs: Sequence[Given],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str],
-    sources: Sequence[str],
-) -> Explanation:
-    """Compute each row (symbol, formula, unit, meaning).
-
-    A row with an empty formula is left out, and so is an input that stands in no formula.
+def explain(inputs: Mapping[str, float], rows: Sequence[Sequence[str]]) -> tuple[list[Step], set[str]]:
+    """Compute each row (symbol, formula, unit, meaning) but those with an empty formula, from ``inputs`` by
+    their symbols and the rows before; return them, and the symbols that stand in some formula.
     """
-    known: dict[str, Any] = {number.symbol: Fraction(str(number.value)) for number in inputs}
+    known: dict[str, Any] = {symbol: Fraction(str(number)) for symbol, number in inputs.items()}
     steps = []
+
+    def number(word: re.Match[str]) -> str:
+        return word[0] if word[0] in FUNCTIONS else plain(float(known[word[0]]))
+
     for symbol, formula, unit, meaning in rows:
         if formula:
-            numbers = _NAME.sub(lambda word: _number(known, word[0]), formula)
+            numbers = _NAME.sub(number, formula)
             known[symbol] = evaluate(formula, known)
             steps.append(Step(symbol, meaning, formula, numbers, float(known[symbol]), unit))
-    used = {name for _, formula, *_ in rows for name in _NAME.findall(formula)}
-    return Explanation(title, [number for number in inputs if number.symbol in used], steps, notes, sources)
-
-
-def _number(known: Mapping[str, float | Fraction], word: str) -> str:
-    return word if word in FUNCTIONS else plain(float(known[word]))
+    return steps, {name for step in steps for name in _NAME.findall(step.formula)}
 
 
 def plain(value: float) -> str:
@@ -132,35 +101,22 @@ def readable(value: float, unit: str) -> str:
     return f"{value:,.1f} {unit}" if value >= 1e3 else f"{value:.4g} {unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNumbers:
-    """Hold what formulas take of a model.
+def numbers_of(name: str, sequence_length: int) -> dict[str, float]:
+    """Return the numbers of a published size, such as ``llama-3.1-8b``; ``BadInput`` for an unknown name.
 
     ``active``: the parameters that a token meets, embedding tables among them. ``matrices``: those that it is
     multiplied with. ``attention_width``: query heads times their width, on average over the blocks.
     """
-
-    parameters: int
-    active: int
-    matrices: float
-    layers: int
-    hidden: int
-    heads: int
-    attention_width: float
-
-
-def numbers_of(name: str, sequence_length: int) -> ModelNumbers:
-    """Return the numbers of a published size, such as ``llama-3.1-8b``; ``BadInput`` for an unknown name."""
     size = published_size(name, "--model")
     config = size.config
     model = size.family.on_meta(config)
     flops, layers = flops_per_token(model, sequence_length), config.num_hidden_layers
-    return ModelNumbers(
-        size.parameters,
-        parameters_of(model).active,
-        flops.matrices / 2,
-        layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        flops.attention / (4 * layers * sequence_length),
-    )
+    return {
+        "parameters": size.parameters,
+        "active": parameters_of(model).active,
+        "matrices": flops.matrices / 2,
+        "layers": layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "attention_width": flops.attention / (4 * layers * sequence_length),
+    }

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from .own_module import Loss, stages_of
-from .rank_parameters import RankParameters, rank_parameters
+from .own_module import Loss
+from .planned_model import planned_rank
+from .rank_parameters import RankParameters
 from .rank_walk import RankWalk
 from .stage_costs import StageCost
 from .step_shape import Work
@@ -69,7 +70,7 @@ def plan_memory(
     what ``Step`` takes, for a module that is not the zoo's. Raises ``BadInput`` for one that cannot be
     traced.
     """
-    return memory_of(work, rank_parameters(model, work.state), stages_of(work, model, samples, loss))
+    return memory_of(work, *planned_rank(work, model, samples, loss))
 
 
 def memory_of(work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> MemoryPlan:

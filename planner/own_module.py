@@ -22,8 +22,8 @@ from ..simulation.traced import trace
 from ..simulation.waits import numbers_refused
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..training.token_loss import TokenLoss
-from .rank_parameters import has_pieces, parts_of_module
-from .stage_costs import StageCost, stage_costs
+from .rank_parameters import parts_of_module
+from .stage_costs import StageCost
 from .step_shape import Work
 
 #: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
@@ -38,16 +38,14 @@ def stages_of(
     loss: Loss | None = None,
     outputs: Sequence[StageOutput] | None = None,
 ) -> list[StageCost]:
-    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module.
+    """Return the pieces of the stages of a rank that holds ``model``, which is not the zoo's: each is one.
 
-    Of another module each stage is one piece. ``samples``: the tensors that ``forward`` and ``loss`` are
-    given, of at least one micro-batch; only their shapes and dtypes count. Of a language model that
-    transformers computes both are known. ``outputs``: what each stage of the model gives (``outputs_of``); by
-    default hidden states as ``hidden_shape`` of the model or ``work`` says. Raises ``BadInput`` for samples
-    or a loss that are missing, and for a module that cannot be traced.
+    ``samples``: the tensors that ``forward`` and ``loss`` are given, of at least one micro-batch; only their
+    shapes and dtypes count. Of a language model that transformers computes both are known. ``outputs``: what
+    each stage of the model gives (``outputs_of``); by default hidden states as ``hidden_shape`` of the model
+    or ``work`` says. Raises ``BadInput`` for samples or a loss that are missing, and for a module that cannot
+    be traced.
     """
-    if has_pieces(model):
-        return stage_costs(work, model)
     layout, family = work.layout, getattr(model, "family", None)
     numbers = layout.stages_of(work.at.pipeline)
     if samples is None and family is not None and family.adopted:

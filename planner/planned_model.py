@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..layers import PinnedBackend, Scaling, checkpoint_blocks, numbered_blocks, use_float8
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
 from ..recipes.section import ParameterGroup
-from ..simulation.model_flops import TokenFlops
+from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..training.optimizer import freeze
 from ..training.own.module import OwnFamily
 from ..training.own_parts import OwnParts
-from .own_module import bytes_sent, micro_batch_of, outputs_of, stages_of
-from .rank_parameters import RankParameters, rank_parameters
-from .sampled_model import PlannedModel, sampled
+from .own_module import Loss, bytes_sent, micro_batch_of, outputs_of, stages_of
+from .rank_parameters import RankParameters, module_parameters
+from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost
 from .step_shape import Work
 
@@ -41,7 +41,7 @@ class Asked:
     frozen: torch.dtype | None = None
 
 
-class TracedModel(PlannedModel):
+class TracedModel:
     """Trace each stage of a model whole; ``make`` builds the stages of a rank on the meta device, set up as a
     recipe says. ``own``: what a user's module has beside it.
     """
@@ -53,21 +53,15 @@ class TracedModel(PlannedModel):
         make: Callable[[ParallelState, Sequence[int] | None], nn.Module],
         own: OwnParts | None = None,
     ) -> None:
-        super().__init__(family, config)
-        self._make, self._own = make, own
+        self.family, self.config, self._make, self._own = family, config, make, own
         self._models: dict[object, nn.Module] = {}
         self._costs: dict[object, list[StageCost]] = {}
         self._outputs: dict[object, list[StageOutput]] = {}
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
-        """Count the parameters of a rank."""
-        key = state.layout, state.rank, split and tuple(split)
-        if key not in self._held:
-            self._held[key] = rank_parameters(self._model(state, split), state)
-        return self._held[key]
+        return module_parameters(self._model(state, split), state)
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
-        """Return the costs of each stage of the rank of ``work``."""
         mode, interval, own = work.checkpointing, work.checkpoint_every, self._own
         key = *self._cut(work.state, split), work.batch, mode, interval
         if key not in self._costs:
@@ -76,10 +70,8 @@ class TracedModel(PlannedModel):
                 model, keeps = self._make(work.state, split), work.layout.context == 1
                 blocks = numbered_blocks(model).items()
                 checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
-            outputs = self.outputs(work, split) if own else None
-            self._costs[key] = stages_of(
-                work, model, own.samples if own else None, own.loss if own else None, outputs
-            )
+            of_own = (own.samples, own.loss, self.outputs(work, split)) if own else ()
+            self._costs[key] = stages_of(work, model, *of_own)
         return self._costs[key]
 
     def _cut(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Any, ...]:
@@ -105,27 +97,51 @@ class TracedModel(PlannedModel):
             self._outputs[key] = outputs_of(lambda state: self._model(state, split), first, part)
         return self._outputs[key]
 
-    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
-        """Return the step with what each stage of a user's module gives, and whether it trains all
-        parameters.
-        """
-        if self._own is None:
-            return work
-        sent = bytes_sent(self.outputs(work, split)) if work.layout.pipeline > 1 else ()
-        trains_all = getattr(self.family.on_meta(self.config), "trains_all", False)
-        return replace(work, sent=sent, trains_all=trains_all)
-
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole model: of a user's module those of a trace, in which
         attention counts with all else that is no product with weights.
         """
         if self._own is None:
-            return super().flops(sequence_length)
+            return flops_of_token(self.family, self.config, sequence_length)
         work = Work(ParallelState.alone(), 1, sequence_length, 1, 1, fused=False)
         (stage,) = stages_of(work, self._make(work.state, None), self._own.samples, self._own.loss)
         (piece,) = stage.beside
         matrices, trained, other = (flops / sequence_length for flops in piece.plain.forward_flops)
         return TokenFlops(matrices, other, trained)
+
+
+PlannedModel = SampledModel | TracedModel
+
+
+def planned_rank(
+    work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
+) -> tuple[RankParameters, list[StageCost]]:
+    """Return the parameters and the costs of the stages of a rank that holds ``model``; see ``stages_of``."""
+    if (whole := _whole(model)) is not None:
+        return whole.parameters(work.state), whole.costs(work)
+    return module_parameters(model, work.state), stages_of(work, model, samples, loss)
+
+
+def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
+    """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
+    whole = _whole(model)
+    return module_parameters(model, state) if whole is None else whole.parameters(state)
+
+
+def _whole(model: Any) -> SampledModel | None:
+    """Return what plans a rank's model of the zoo, whose blocks and ends are pieces, as it says."""
+    if getattr(model, "in_pieces", False) is not True:
+        return None
+    return SampledModel(model.family, model, stage=model.stage)
+
+
+def informed(work: Work, model: PlannedModel, split: Sequence[int] | None) -> Work:
+    """Return the step with what each stage of a user's module gives, and whether it trains all parameters."""
+    if not isinstance(model.family, OwnFamily) or isinstance(model, SampledModel):
+        return work
+    sent = bytes_sent(model.outputs(work, split)) if work.layout.pipeline > 1 else ()
+    trains_all = getattr(model.family.on_meta(model.config), "trains_all", False)
+    return replace(work, sent=sent, trains_all=trains_all)
 
 
 def planned_model(
@@ -143,7 +159,6 @@ def planned_model(
 
 
 def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
-    """Return what plans a user's module."""
     own = family.parts
     assert isinstance(own, OwnParts)
 
@@ -159,7 +174,6 @@ def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedM
 
 @lru_cache(maxsize=64)  # one for each cut of the layers, of which a search asks for many
 def _adopted(family: Family, config: ModelConfig, asked: Asked, cut: object) -> TracedModel:
-    """Return what plans a model whose blocks transformers' code computes."""
 
     def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         frozen: dict[str, Any] = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}

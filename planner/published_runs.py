@@ -24,17 +24,12 @@ _TABLE = Path(__file__).with_name("published_runs.toml")
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Describe a published run: its step, and one reported speed.
+    """Describe a published run: its step, and one reported speed: ``tokens`` a second or ``tflops`` of a GPU,
+    or ``mfu``. ``published_runs.toml`` says what its keys are.
 
-    ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu``;
-    ``convention`` says whether the latter two count the causal half of attention or all of it.
-    ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
-    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``attention``: share of
-    the GPU's FLOP/s that their attention kernel reaches, if it is not torch's. ``exchanged``: the bytes that
-    they exchange between experts, by trilith's. ``gibibytes``: reported memory, which ``counts`` what is
-    allocated or reserved; ``differs``: what their program keeps and the plan has not, or the other way round,
-    ``named`` GiB more in all. ``loss_chunk``: tokens whose logits exist at once; 0 for all. ``assumed``: what
-    the source does not say.
+    ``title`` names the source. ``split_ends``: blocks of the first and the last stage, if these have fewer.
+    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``loss_chunk``: tokens
+    whose logits exist at once; 0 for all.
     """
 
     source: str
@@ -87,7 +82,6 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Return the error of the prediction in relation to what was reported."""
         return self.times_slower - 1
 
     @property
@@ -165,69 +159,14 @@ def corrected(comparisons: Sequence[Comparison]) -> list[float]:
     return [comparison.times_slower / slower[comparison.run.source] - 1 for comparison in comparisons]
 
 
-#: What the columns of a table mean, as far as their heads do not say it.
-_MEANINGS = {
-    "step": "rows x tokens of a step, and how many rows a rank computes at once (a micro-batch)",
-    "checkpointing": "the mode of activation checkpointing",
-    "products": "the type of matrix products; blocks are compiled unless the row says eager",
-    "reported, predicted": "tokens a second or TFLOP/s of one GPU, or MFU. TFLOP/s and MFU count the "
-    "causal half of attention, unless `assumed` says that they count all of it",
-    "error": "of the prediction: above 0 the run was slower than predicted",
-    "corrected": "the error after the correction above",
-    "memory": "GiB of the fullest rank: predicted for its tensors, and in brackets reported, if it is",
-    "assumed": "what the source does not state, or what the planner has no key for",
-}
-_HEAD = """# Published runs, predicted
-
-This page compares the planner's step time with speeds that were published. `make docs` writes it from
-`planner/published_runs.toml`, which holds the numbers and the address of each row. No constant with which a
-prediction is computed is fitted to any of these rows: the shares of a device's peak are those of the products
-of a step and of a single copy on one H100 and of a published attention kernel, and assumed for the rest
-(`planner/time/machines.py`). What is predicted is trilith's own program in the layout of the row, but with
-the source's attention kernel and exchange of experts where these are known to differ (`assumed`).
-
-Of {rows} rows, {within} are within 15 %. The median error is {middle:.0f} %, the largest {largest:.0f} %;
-{fast} predictions are too fast. So compare layouts by a predicted speed; measure before you promise a date.
-The steps took {least:.2f} to {most:.2f} times as long as predicted, in the
-median {usual:.2f} times, which `trilith plan` tells beside its predictions. The column "corrected" shows what
-such a factor is worth: it divides a row's predicted speed by the median factor of the rows of all other
-sources. So corrected, {again} rows are within 15 %, and the median error is {error:.0f} %.
-
-Possible reasons, none of which a measurement here has shown:
-
-- All products are assumed to reach what those of a Llama 3.2 1B reach: no rate by size is measured. Products
-  of experts are small, and eight busy GPUs may lower their clocks.
-- Attention with sinks (gpt-oss) is several operators in trilith, and one kernel in theirs. Some overlap the
-  exchanges of tensor ranks or of experts with products, which trilith does only in backward.
-- The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
-  GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
-
-The columns:
-
-{meanings}
-
-The first three rows are this project's own measurement.
-
-## Memory of real GPUs
-
-{reporting} rows report memory, and the plan is {lowest:.2f} to {highest:.2f} of it: it has the tensors of
-trilith's own program. The table adds what differs by name, read from their code, with sizes by arithmetic.
-Where a source reports what torch's allocator reserved, {unused:.0%} of that counts as unused, for the reason
-that `planner/device_memory.py` states. Nothing is fitted to a row. The sums are {under:.2f} to {over:.2f} of
-what was reported.
-
-{memory}
-"""
-
-
 def page(comparisons: Sequence[Comparison]) -> str:
-    """Return docs/published_runs.md."""
     errors, rest = [comparison.error for comparison in comparisons], corrected(comparisons)
     slower = [comparison.times_slower for comparison in comparisons]
     reporting = [row for row in comparisons if row.run.gibibytes]
     plain = [row.memory / row.run.gibibytes for row in reporting]
     explained = [row.explained / row.run.gibibytes for row in reporting]
-    head = _HEAD.format(
+    words = read_toml(_TABLE)
+    head = words["page"].format(
         rows=len(comparisons),
         within=sum(abs(error) <= 0.15 for error in errors),
         middle=100 * median(map(abs, errors)),
@@ -238,7 +177,7 @@ def page(comparisons: Sequence[Comparison]) -> str:
         again=sum(abs(error) <= 0.15 for error in rest),
         error=100 * median(map(abs, rest)),
         fast=sum(error > 0 for error in errors),
-        meanings=_table(("column", "meaning"), _MEANINGS.items()),
+        meanings=_table(("column", "meaning"), words["meanings"].items()),
         reporting=len(reporting),
         lowest=min(plain),
         highest=max(plain),

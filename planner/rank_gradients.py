@@ -8,11 +8,30 @@ backward (``reduce_scatter_states`` in torch).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..parallel_state import BUFFER_DTYPE
 from .rank_parameters import Group, RankParameters
 from .stage_costs import Run
 from .step_shape import Work
+
+
+class Peak(NamedTuple):
+    """State the bytes at the worst instant of an action or of a step: all of them, activations and messages,
+    and what is not there: gradients that last and that no backward has made yet, and weights that are dropped
+    already.
+    """
+
+    bytes: float
+    resident: float
+    messages: float
+    missing: float
+    dropped: float
+
+    def after(self, nbytes: float, messages: float, missing: float) -> Peak:
+        """Return the peak where so many bytes are held, with those of messages, and so many are missing."""
+        size = self.bytes + nbytes - missing
+        return Peak(size, self.resident + nbytes, messages, self.missing + missing, self.dropped)
 
 
 class RankGradients:
@@ -86,7 +105,7 @@ class RankGradients:
             run = runs[0 if self.work.in_two else -1]
             of_experts = run.trace.experts if self.work.in_two else 0
             elements = (of_experts or run.piece.gradients - run.trace.experts) / self.made
-        elements = elements or self.parameters.largest_trained_block
+        elements = elements or self.parameters.most("trained")
         return elements * self.work.reduce * (self.each and self.leaves_buffer)
 
     def given_back(self, group: Group) -> float:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
-from ..layers import Stage, find_blocks, numbered_blocks, stage_parts
+from ..layers import find_blocks, numbered_blocks, stage_parts
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
-
-if TYPE_CHECKING:
-    from ..models import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +71,27 @@ def count_parameters(
 
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
+    return sum((_count_parameter(*weight, state, ends) for weight in named), Group())
+
+
+def _count_parameter(
+    parameter: nn.Parameter, declaration: Declaration, state: ParallelState, ends: bool | None
+) -> Group:
     layout, at = state.layout, state.at
-    counts = dict.fromkeys((field.name for field in fields(Group)), 0)
-    for parameter, declaration in named:
-        box = declaration.box(layout, at)
-        if declaration.buffer:
-            counts["buffers"] += box.size
-            counts["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
-            continue
-        rows, shards = box.shape[declaration.shard_dim(layout)], layout.data_sizes(declaration.experts)[1]
-        stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
-        sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
-        for name, count in {"here": box.size, "stored": stored, sent: piece}.items():
-            counts[name] += count
-        counts["recut"] += box.size * (declaration.shard_dim(layout) > 0)
-        if not parameter.requires_grad:
-            counts["fixed_bytes"] += stored * parameter.dtype.itemsize
-            continue
-        counts["trained"] += box.size
-        counts["largest"], counts["last"] = max(counts["largest"], box.size), box.size
-        counts["trained_stored"] += stored
-        counts[f"trained_{sent}"] += piece
-        at_ends = declaration.ends if ends is None else ends
-        partial = "tensor" in declaration.partial
-        counts["partial"] += stored * partial
-        counts["partial_tensors"] += partial
-        counts["ends"] += stored * at_ends
-        counts["end_tensors"] += at_ends
-    return Group(**counts)
+    box, dim = declaration.box(layout, at), declaration.shard_dim(layout)
+    if declaration.buffer:
+        return Group(buffers=box.size, fixed_bytes=box.size * BUFFER_DTYPE.itemsize)
+    rows, shards = box.shape[dim], layout.data_sizes(declaration.experts)[1]
+    stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
+    sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
+    counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
+    if not parameter.requires_grad:
+        return Group(**counts, fixed_bytes=stored * parameter.dtype.itemsize)
+    at_ends, partial = declaration.ends if ends is None else ends, "tensor" in declaration.partial
+    counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
+    counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
+    counts |= {"ends": stored * at_ends, "end_tensors": int(at_ends)}
+    return Group(**counts, largest=box.size, last=box.size)
 
 
 @dataclass(frozen=True)
@@ -146,39 +134,13 @@ class RankParameters:
         """Return each different group, the root first, with how many there are."""
         return ((self.root, 1), *self.blocks)
 
-    @cached_property
-    def largest_block(self) -> int:
-        """Return the most elements that a block computes with."""
-        return max((group.here for group, _ in self.blocks), default=0)
-
-    @cached_property
-    def largest_trained_block(self) -> int:
-        return max((group.trained for group, _ in self.blocks), default=0)
-
-    @cached_property
-    def largest_of_blocks(self) -> int:
-        """Return the most elements of a trained parameter of a block."""
-        return max((group.largest for group, _ in self.blocks), default=0)
+    def most(self, name: str) -> int:
+        """Return the most of a count of ``Group`` that a block has."""
+        return max((getattr(group, name) for group, _ in self.blocks), default=0)
 
 
-def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
-    """Tell whether blocks and ends of a model are planned apart, as it says (``in_pieces``); another module
-    is one piece.
-    """
-    return getattr(model, "in_pieces", False) is True
-
-
-def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
-    """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
-    if has_pieces(model):
-        parts = [{n: model.layers[str(n)] for n in part.blocks} for part in model.stage.parts]
-        if model.stage.last:  # which has multi-token prediction
-            parts[-1] |= {int(name): block for name, block in model.mtp.items()}
-        groups_of = [{n: count_module(state, block) for n, block in part.items()} for part in parts]
-        numbered = dict(chain.from_iterable(groups.items() for groups in groups_of))
-        stages = [tuple(Counter(groups.values()).items()) for groups in groups_of]
-        count = partial(count_module, state)
-        return zoo_parameters(model, model.stage, stages, count, numbered.__getitem__)
+def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
+    """Count the parameters of a module that is not the zoo's, which may be on the meta device."""
     named, blocks = dict(model.named_parameters()), find_blocks(model)
     paths = {module: path for path, module in model.named_modules()}
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
@@ -214,43 +176,7 @@ def parts_of_module(model: nn.Module) -> list[list[nn.Parameter]]:
     ]
 
 
-def zoo_parameters(
-    model: CausalLM,
-    stage: Stage,
-    parts: Sequence[Sequence[tuple[Group, int]]],
-    count: Callable[[nn.Module, bool], Group],
-    group: Callable[[int], Group],
-) -> RankParameters:
-    """Count the parameters of a rank that holds ``stage`` of a model of the zoo.
-
-    ``parts``: the groups of the blocks of each of its stages. ``count``: counts a module of the model's ends;
-    whether both ends of the pipeline hold it. ``group``: returns that of the block of a number.
-    """
-    tied, further = model.config.tie_word_embeddings, model.config.mtp_blocks > 0
-    apart = (tied or further) and not (stage.first and stage.last)
-    first = [*model.entry] if stage.first else []
-    last: list[nn.Module] = [model.embed] if stage.last and (tied or further) else []
-    last += [model.norm, *([] if tied else [model.head])] if stage.last else []
-
-    def counted(modules: Sequence[nn.Module]) -> Group:
-        counts = (count(module, apart and module is model.embed) for module in dict.fromkeys(modules))
-        return sum(counts, Group())
-
-    of_first, of_last, root = counted(first), counted(last), counted([*first, *last])
-    both = stage.first and stage.last and stage.pieces
-    return RankParameters(
-        root,
-        tuple(map(tuple, parts)),
-        (of_first, of_last) if both else (),
-        of_last.trained,
-        0 if stage.pieces else of_first.trained + of_last.trained - root.trained,
-        1 + further,
-        group,
-    )
-
-
 def count_module(state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
-    """Count the parameters of a module; see ``count_parameters``."""
     named = dict(module.named_parameters())
     return count_parameters(
         ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends

@@ -12,8 +12,7 @@ from operator import attrgetter
 from ..pipeline.held_in_step import Instant, heaviest, last_backwards
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
-from .peak import Peak
-from .rank_gradients import RankGradients, gathered_bytes
+from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .second_part import walk_second_part
 from .stage_costs import Run, StageBytes, StageCost, most_of
@@ -45,7 +44,7 @@ class RankWalk:
         self.buffers = [*map(self.gradients.buffer, self.here, runs)]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
         # FSDP copies weights once more that it has cut along another dim than the first.
-        self.recut = max((group.recut for group, _ in parameters.blocks), default=0) * self.made
+        self.recut = parameters.most("recut") * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
         # In a step's last backward gathered weights go with their block, or at the end of a pipeline's.
         copies = work.offload or work.compute != work.master
@@ -144,7 +143,7 @@ class RankWalk:
         if self.zero in (1, 2) and stage.runs:
             self.dropped = self.left = self.before = self.last_sum = 0.0
             self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
-            ahead = self.parameters.largest_block * self.made
+            ahead = self.parameters.most("here") * self.made
             self.note(self._made_in_last(stage) + ahead)
 
     def _made_in_last(self, stage: StageBytes) -> float:
@@ -159,7 +158,6 @@ class RankWalk:
         return self.parameters.exit * (place == len(self.stages) - 1)
 
     def _backward(self, place: int, *, last: bool) -> None:
-        """Walk through a whole backward."""
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         self._forwards(stage)
@@ -177,9 +175,9 @@ class RankWalk:
         if behind := stage.stage.behind:
             end, added = most_of(behind, "backward"), "with_gradient" if gradients.adds else "with_gradients"
             if not stage.stage.blocks:
-                most = end + self.parameters.largest_of_blocks * self.made
+                most = end + self.parameters.most("largest") * self.made
                 end = max(most_of(behind, "with_gradient"), most) + waits
-                ahead = 2 * self.parameters.largest_block * self.made
+                ahead = 2 * self.parameters.most("here") * self.made
             elif work.loss_chunk:  # whose gradients have waited since the loss
                 end += waits
             else:
@@ -259,7 +257,7 @@ class RankWalk:
         self.note(min(trace.in_experts, most) + beside)
         beside -= experts * (zero3 or drops)
         self.left = 0.0
-        summed = gradients.summed(elements, self.parameters.largest_of_blocks, experts=True)
+        summed = gradients.summed(elements, self.parameters.most("largest"), experts=True)
         self.note(trace.at_experts + beside + summed)
         self.left = elements * self.work.reduce * gradients.leaves_buffer
         self.missing -= lasting

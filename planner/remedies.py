@@ -25,7 +25,6 @@ class Remedy:
 
 
 def keys_of(change: Change) -> list[str]:
-    """Return the keys of a recipe that a change sets."""
     return [text.partition("=")[0] for text in change]
 
 

@@ -7,12 +7,11 @@ alike (tensor, context, expert) share even these.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,71 +19,62 @@ from torch import nn
 from ..layers import Scaling, Stage, routers
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
+from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind, signature
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
-from .rank_parameters import Group, RankParameters, count_module, zoo_parameters
-from .stage_costs import Source, StageCost, stage_cost
+from .rank_parameters import Group, RankParameters, count_module
+from .stage_costs import StageCost
 from .step_shape import Work
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
 
-class PlannedModel(ABC):
-    """Count what any rank of a model has, in all layouts that cut its layers alike.
+class SampledModel:
+    """Hold one block of each kind of a model, and its ends, to count what any rank of it has.
 
-    What was computed is remembered: ranks and stages that are alike have the same objects.
+    Shared: ``sampled`` returns the same object for layouts that cut the layers alike. What was computed is
+    remembered: ranks and stages that are alike have the same objects. ``other``: returns that of another
+    layout. ``stage``: of a model that has all blocks of one rank, which is the only one that is planned.
     """
 
-    def __init__(self, family: Family, config: ModelConfig) -> None:
-        self.family, self.config = family, config
+    def __init__(
+        self,
+        family: Family,
+        model: CausalLM,
+        other: Callable[[Layout], SampledModel] | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        self.family, self.config, self.model, self.stage = family, model.config, model, stage
+        self._other, self._cut = other, model.state.layout
+        #: The kind of each block by its number, and the first block of each kind.
+        self.kinds: Mapping[int, Any]
+        if stage is None:
+            self.kinds = dict(enumerate(block_kinds(family, model.config)))
+        else:
+            self.kinds = {number: signature(model.layers[str(number)]) for number in stage.blocks}
+        self.blocks: dict[Any, nn.Module] = {}
+        for number, kind in self.kinds.items():
+            if kind not in self.blocks:
+                self.blocks[kind] = model.layers[str(number)]
+        self.pieces = ModelPieces(model, model.state)
+        # What comes before the blocks and behind them is the same in any cut of rows and experts.
+        self.ends = self.pieces
+        if other is not None and self._cut.context * self._cut.expert > 1:
+            self.ends = other(Layout(tensor=self._cut.tensor, sequence=self._cut.sequence)).pieces
+        self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
-
-    @abstractmethod
-    def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
-        """Count the parameters of a rank."""
-
-    @abstractmethod
-    def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
-        """Return the costs of each stage of the rank of ``work``."""
+        self._costs: dict[object, StageCost] = {}
 
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole model."""
         return flops_of_token(self.family, self.config, sequence_length)
 
-    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
-        """Return the step with what a module's code says of it, and else as it is."""
-        return work
-
-
-class SampledModel(PlannedModel, Source):
-    """Hold one block of each kind of a model, and its ends.
-
-    The results are those of ``rank_parameters`` and ``stage_costs`` on the built stages. Shared: ``sampled``
-    returns the same object for the same arguments. ``other``: returns that of another layout.
-    """
-
-    def __init__(
-        self, family: Family, model: CausalLM, other: Callable[[Layout], SampledModel] | None = None
-    ) -> None:
-        PlannedModel.__init__(self, family, model.config)
-        self._other, self._cut = other, model.state.layout
-        Source.__init__(self, model, ModelPieces(model, model.state))
-        self.kinds: tuple[int, ...] = block_kinds(family, model.config)
-        #: The first block of each kind.
-        self.blocks = {kind: model.layers[str(self.kinds.index(kind))] for kind in dict.fromkeys(self.kinds)}
-        # What comes before the blocks and behind them is the same in any cut of rows and experts.
-        if other is not None and self._cut.context * self._cut.expert > 1:
-            self.ends = other(Layout(tensor=self._cut.tensor, sequence=self._cut.sequence)).pieces
-        self._counted: dict[object, Group] = {}
-        self._costs: dict[object, StageCost] = {}
-
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number, or one of multi-token prediction."""
-        return self.blocks[self.kinds[number]] if number < len(self.kinds) else self.model.mtp[str(number)]
+        return self.blocks[self.kinds[number]] if number in self.kinds else self.model.mtp[str(number)]
 
     @cached_property
     def _uncut(self) -> SampledModel:
@@ -95,31 +85,47 @@ class SampledModel(PlannedModel, Source):
 
     def piece(self, number: int, batch: MicroBatch, *, reached: bool) -> Piece:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
-        if self._uncut is not self and not [*routers(self.block(number))]:
+        block = self.block(number)
+        if self._uncut is not self and not [*routers(block)]:
             return self._uncut.piece(number, batch, reached=reached)
-        return super().piece(number, batch, reached=reached)
-
-    def tables(self, numbers: Sequence[int], batch: MicroBatch) -> Piece:
-        """Return the piece of what these blocks share."""
-        if self._uncut is not self:
-            return self._uncut.tables(numbers, batch)
-        return super().tables(numbers, batch)
+        return self.pieces.block(block, batch, reached=reached, kind=self.kinds[number])
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
-        stage = Stage.of(len(self.kinds), split=split, state=state)
-        parts = [Counter(map(self.kinds.__getitem__, part.blocks)) for part in stage.parts]
-        numbers = tuple(tuple(sorted(kinds.items())) for kinds in parts)
-        key = _place(state), numbers, stage.first, stage.last
+        stage = self.stage or Stage.of(len(self.kinds), split=split, state=state)
+        counts = [Counter(map(self.kinds.__getitem__, part.blocks)) for part in stage.parts]
+        parts = tuple(tuple((kind, of[kind]) for kind in self.blocks if of[kind]) for of in counts)
+        key = _place(state), parts, stage.first, stage.last
         if key not in self._held:
-            count = partial(self._count, state)
-            groups = [[(count(self.blocks[kind]), n) for kind, n in part] for part in numbers]
-            further = self.model.mtp.values() if stage.last else ()
-            groups[-1] += [(count(block), 1) for block in further]
-            self._held[key] = zoo_parameters(
-                self.model, stage, groups, count, lambda number: count(self.block(number))
-            )
+            self._held[key] = self._of_rank(state, stage, parts)
         return self._held[key]
+
+    def _of_rank(
+        self, state: ParallelState, stage: Stage, parts: Sequence[Sequence[tuple[object, int]]]
+    ) -> RankParameters:
+        model, count = self.model, partial(self._count, state)
+        groups = [[(count(self.blocks[kind]), number) for kind, number in part] for part in parts]
+        groups[-1] += [(count(block), 1) for block in (model.mtp.values() if stage.last else ())]
+        tied, further = model.config.tie_word_embeddings, model.config.mtp_blocks > 0
+        apart = (tied or further) and not (stage.first and stage.last)
+        first = [*model.entry] if stage.first else []
+        last: list[nn.Module] = [model.embed] if stage.last and (tied or further) else []
+        last += [model.norm, *([] if tied else [model.head])] if stage.last else []
+
+        def counted(modules: Sequence[nn.Module]) -> Group:
+            of_each = (count(module, apart and module is model.embed) for module in dict.fromkeys(modules))
+            return sum(of_each, Group())
+
+        of_first, of_last, root = counted(first), counted(last), counted([*first, *last])
+        return RankParameters(
+            root,
+            tuple(map(tuple, groups)),
+            (of_first, of_last) if stage.first and stage.last and stage.pieces else (),
+            of_last.trained,
+            0 if stage.pieces else of_first.trained + of_last.trained - root.trained,
+            1 + further,
+            lambda number: count(self.block(number)),
+        )
 
     def _count(self, state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
         key = module, _place(state), ends
@@ -130,14 +136,42 @@ class SampledModel(PlannedModel, Source):
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``. Stages alike share one object."""
         checkpoint_every, costs = work.checkpoint_every, list[StageCost]()
-        for part in Stage.of(len(self.kinds), split=split, state=work.state).parts:
+        stage = self.stage or Stage.of(len(self.kinds), split=split, state=work.state)
+        for part in stage.parts:
             kinds = tuple(map(self.kinds.__getitem__, part.blocks))
             place = checkpoint_every, part.blocks[0] % checkpoint_every
             key = kinds, place, part.first, part.last, work.batch, work.loss_chunk, work.loss_sums
             if key not in self._costs:
-                self._costs[key] = stage_cost(work, part, self)
+                self._costs[key] = self._of_stage(work, part)
             costs.append(self._costs[key])
         return costs
+
+    def _of_stage(self, work: Work, stage: Stage) -> StageCost:
+        batch, model, ends = work.batch, self.model, self.ends
+        # Every later stage sends gradients back, trained or not: torch's stages do.
+        reached = not stage.first or _trained(*model.entry)
+        blocks, reaches = dict[int, Piece](), set[int]()
+        for number in stage.blocks:
+            blocks[number] = self.piece(number, batch, reached=reached)
+            reached = reached or _trained(self.block(number))
+            if reached:
+                reaches.add(number)
+        entry = ends.entry(batch) if stage.first else None
+        uncut = self._uncut
+        shared = {uncut.kinds[number]: uncut.block(number) for number in reversed(stage.blocks)}
+        before = [uncut.pieces.tables(shared, batch), *([entry] if entry else [])]
+        if not stage.last:
+            return StageCost(stage.first, blocks, tuple(before), frozenset(reaches), entry)
+        end = ends.exit(batch, reached=reached, in_loss=bool(work.loss_chunk))
+        reached = reached or _trained(model.norm, model.embed)
+        further = {
+            int(name): self.pieces.prediction(place, batch, reached=reached)
+            for place, name in enumerate(model.mtp)
+        }
+        loss = ends.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
+        behind = end, *further.values()
+        beside = *before, *behind
+        return StageCost(stage.first, blocks, beside, frozenset(reaches), entry, loss, behind, further)
 
 
 def _place(state: ParallelState) -> tuple[object, ...]:
@@ -149,6 +183,10 @@ def _place(state: ParallelState) -> tuple[object, ...]:
     if layout.expert == 1:
         return place
     return *place, layout.expert, layout.data_sizes(experts=True)[1], layout.data_place(at, experts=True)[1:]
+
+
+def _trained(*modules: nn.Module) -> bool:
+    return any(weight.requires_grad for module in modules for weight in module.parameters())
 
 
 def sampled(

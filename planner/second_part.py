@@ -18,10 +18,10 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     """
     gradients, stage = walk.gradients, walk.stages[place]
     computed, trained = gradients.stages[place].here, gradients.stages[place].trained
-    zero3, largest, first = walk.zero == 3, walk.parameters.largest_trained_block, place in walk.absent
+    zero3, largest, first = walk.zero == 3, walk.parameters.most("trained"), place in walk.absent
     walk.now += computed * walk.made * zero3
     before, missing = walk.now, walk.missing
-    walk.note(max(walk.parameters.root.here, walk.parameters.largest_block) * walk.made * zero3)
+    walk.note(max(walk.parameters.root.here, walk.parameters.most("here")) * walk.made * zero3)
     start, made, adds = walk.now, 0.0, gradients.adds
     for piece, number, block in stage.in_two:
         part, grads = piece.second_part, piece.gradients * (not adds)
@@ -52,7 +52,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     elif summing:
         waits = 0 if adds else made - largest * walk.made
         # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
-        beside = walk.parameters.largest_of_blocks * gradients.sum * (walk.recut > 0)
+        beside = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
         walk.note(waits + largest * walk.work.reduce + beside)
     elif not adds:
-        walk.note(walk.parameters.largest_of_blocks * walk.made)
+        walk.note(walk.parameters.most("largest") * walk.made)

@@ -1,39 +1,30 @@
-"""Gather the traced pieces of a rank's model for each of its pipeline stages, and what these keep."""
+"""Hold the traced pieces of each pipeline stage of a rank, and what these keep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
-
-from ..layers import Checkpointing, Stage, checkpointed
+from ..layers import Checkpointing, checkpointed
 from ..parallel_state import Layout
-from ..simulation.kinds_of_blocks import signature
-from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
-from ..simulation.pieces import ModelPieces
 from ..simulation.trace import Trace
 from .remembered import remembered
 from .step_shape import Work
 
-if TYPE_CHECKING:
-    from ..models import CausalLM
 
+class Alike(NamedTuple):
+    """State the piece of so many ``blocks`` that are alike, and the ``number`` of the first one.
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """State the piece of ``count`` blocks that are alike, and the ``number`` of the first one.
-
-    ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
+    ``mode``: of their activation checkpointing; ``reached``: whether a backward comes to them.
     """
 
     number: int
-    count: int
+    blocks: int
     piece: Piece
-    forgets: bool
+    mode: Checkpointing
     reached: bool
 
 
@@ -63,11 +54,6 @@ class StageCost:
     _bytes: dict[object, StageBytes] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def before_trained(self) -> tuple[int, ...]:
-        """Return the numbers of the blocks that no backward comes to, in order."""
-        return tuple(number for number in self.blocks if number not in self.reached)
-
-    @property
     def has_backward(self) -> bool:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
@@ -87,10 +73,10 @@ class StageCost:
         """Return one block of each kind; blocks that share a piece are alike, if checkpointing treats them
         alike.
         """
-        kinds: dict[tuple[Piece, bool, bool], list[int]] = {}
+        kinds: dict[tuple[Piece, Checkpointing, bool], list[int]] = {}
         for number, piece in self.blocks.items():
-            key = piece, checkpointed(number, mode, checkpoint_every), number in self.reached
-            kinds.setdefault(key, []).append(number)
+            here: Checkpointing = mode if checkpointed(number, mode, checkpoint_every) else "none"
+            kinds.setdefault((piece, here, number in self.reached), []).append(number)
         return [Alike(numbers[0], len(numbers), *key) for key, numbers in kinds.items()]
 
 
@@ -204,63 +190,6 @@ def _sum(pieces: Sequence[Piece], what: str) -> int:
     return sum(getattr(piece, what) for piece in pieces)
 
 
-class Source:
-    """Make the pieces of the stages of a rank that holds ``model``: of its blocks, of what these share, and
-    of the ``ends``, what comes before and behind them.
-    """
-
-    def __init__(self, model: CausalLM, pieces: ModelPieces) -> None:
-        self.model = model
-        self.pieces = self.ends = pieces
-        self.kinds: Mapping[int, object] | Sequence[object] = {}
-
-    def block(self, number: int) -> nn.Module:
-        """Return the block of this number, or one like it."""
-        return self.model.layers[str(number)]
-
-    def piece(self, number: int, batch: MicroBatch, *, reached: bool) -> Piece:
-        """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
-        return self.pieces.block(self.block(number), batch, reached=reached, kind=self.kinds[number])
-
-    def tables(self, numbers: Sequence[int], batch: MicroBatch) -> Piece:
-        """Return the piece of what these blocks share."""
-        return self.pieces.tables({self.kinds[n]: self.block(n) for n in reversed(numbers)}, batch)
-
-
-def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
-    """Return the pieces of each stage that a rank holds of a model, which may be on the meta device."""
-    source = Source(model, ModelPieces(model, work.state))
-    source.kinds = {number: signature(source.block(number)) for number in model.stage.blocks}
-    return [stage_cost(work, part, source) for part in model.stage.parts]
-
-
-def stage_cost(work: Work, stage: Stage, source: Source) -> StageCost:
-    """Return the pieces of one stage of a rank."""
-    batch, model, ends = work.batch, source.model, source.ends
-    # Every later stage sends gradients back, trained or not: torch's stages do.
-    reached = not stage.first or _trained(*model.entry)
-    blocks, reaches = dict[int, Piece](), set[int]()
-    for number in stage.blocks:
-        blocks[number] = source.piece(number, batch, reached=reached)
-        reached = reached or _trained(source.block(number))
-        if reached:
-            reaches.add(number)
-    entry = ends.entry(batch) if stage.first else None
-    before = [source.tables(stage.blocks, batch), *([entry] if entry else [])]
-    if not stage.last:
-        return StageCost(stage.first, blocks, tuple(before), frozenset(reaches), entry)
-    end = ends.exit(batch, reached=reached, in_loss=bool(work.loss_chunk))
-    reached = reached or _trained(model.norm, model.embed)
-    further = {
-        int(name): source.pieces.prediction(place, batch, reached=reached)
-        for place, name in enumerate(model.mtp)
-    }
-    loss = ends.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
-    behind = end, *further.values()
-    beside = *before, *behind
-    return StageCost(stage.first, blocks, beside, frozenset(reaches), entry, loss, behind, further)
-
-
 def alike_ranks(layout: Layout, costs: Callable[[int], Sequence[StageCost]]) -> list[int]:
     """Return, for each pipeline rank, the first one with stages that cost the same, and of which the same
     follow each other. ``costs``: returns those of a rank.
@@ -269,7 +198,3 @@ def alike_ranks(layout: Layout, costs: Callable[[int], Sequence[StageCost]]) -> 
     ranks = [(rank, layout.stages_of(rank)) for rank in range(layout.pipeline)]
     keys = [(*costs(rank), *(number - 1 in stages for number in stages)) for rank, stages in ranks]
     return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
-
-
-def _trained(*modules: nn.Module) -> bool:
-    return any(weight.requires_grad for module in modules for weight in module.parameters())

@@ -1,13 +1,9 @@
-"""Hold what a simulated step did: plain data, which goes through a pipe as JSON."""
+"""Hold what a simulated step did: plain data, which goes through a pipe."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +69,3 @@ class StepRecord:
     @property
     def flops(self) -> int:
         return sum(operator.flops for operator in self.operators)
-
-    def plain(self) -> dict[str, Any]:
-        """Return the record as data that JSON can write."""
-        return asdict(self)
-
-    @classmethod
-    def of_plain(cls, data: Mapping[str, Any]) -> StepRecord:
-        """Return the record that ``plain`` wrote."""
-        return TypeAdapter(cls).validate_python(data)

@@ -11,7 +11,7 @@ from ...planner.search.page import make_page, make_sweep_page
 from ...planner.search.report import HEAD, as_json, facts, left_out, machine_of, rows, searched
 from ...planner.search.request import Request
 from ...planner.search.strategy import reasons
-from ...planner.search.sweep import Unmet, sweep_head, sweep_json, sweep_rows, sweep_warnings
+from ...planner.search.sweep import found_ones, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from ...runs.report.html import is_page_of
 from ...runs.terminal import plain_console
 from ...system import counted
@@ -25,18 +25,18 @@ _LAYOUT, _NAME, _WIDEST = 26, 8, 1000
 is_page = partial(is_page_of, "trilith plan")
 
 
-def page_of(results: Sequence[Found | Unmet]) -> str:
+def page_of(results: Sequence[Found]) -> str:
     """Return the page of one search or of several."""
     search = _single(results)
     return make_page(search) if search else make_sweep_page(results)
 
 
-def _single(results: Sequence[Found | Unmet]) -> Found | None:
-    """Return the only search, if it found layouts: a sweep has a table in the place of its details."""
-    return results[0] if len(results) == 1 and isinstance(results[0], Found) else None
+def _single(results: Sequence[Found]) -> Found | None:
+    """Return the only search: a sweep has a table in the place of its details."""
+    return results[0] if len(results) == 1 else None
 
 
-def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
+def print_plan(results: Sequence[Found], json: bool) -> None:
     """Print one search, or the table of several."""
     search = _single(results)
     if json:
@@ -54,26 +54,26 @@ def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
         _print_sweep(results)
 
 
-def _print_sweep(results: Sequence[Found | Unmet]) -> None:
+def _print_sweep(results: Sequence[Found]) -> None:
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         say(f"warning        {line}")
-    for outcome in results:
-        if isinstance(outcome, Unmet):
-            say(f"none           {counted(outcome.request.gpus, 'GPU')}: {outcome.error}")
+    for search in results:
+        if search.error is not None:
+            say(f"none           {counted(search.request.gpus, 'GPU')}: {search.error}")
 
 
 def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
     """Print the layouts of ``trilith generate`` for each request."""
     kind, choices = dtype_named(dtype), list[GenerationChoice]()
-    unmet: list[Unmet] = []
+    unmet: list[Found] = []
     for request in requests:
         try:
             choices += generation_layouts(request, kind)
         except BadInput as error:
-            unmet.append(Unmet(request, error))
+            unmet.append(Found(request, error=error))
     if not choices:
-        raise unmet[0].error
+        found_ones(unmet)
     if json:
         say_json([choice.as_json() for choice in choices] + sweep_json(unmet))
         return

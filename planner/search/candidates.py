@@ -5,16 +5,16 @@ stages on a rank, rows of a micro-batch), a mode of activation checkpointing, an
 replicas, offload). If one part is refused, all layouts with this part are left out at once, and counted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import groupby
 from math import gcd
 from operator import attrgetter
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 from ...layers import Checkpointing, routers
-from ...models import AdaptedFamily
 from ...parallel_state import BadInput, Layout
 from ...pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
 from ...pipeline.schedule_kinds import check_schedule
@@ -26,14 +26,12 @@ from ...recipes.checks import (
     float8_rules,
 )
 from ...recipes.recipe import Recipe
-from ...recipes.sections import DataSection, MemorySection
+from ...recipes.sections import MemorySection
 from ...training.own.module import OwnFamily
 from ..remembered import remembered
 from .choice import Choice
 from .request import Request
-from .tally import Tally
-
-Found = TypeVar("Found")
+from .tally import Reason, Tally
 
 #: The numbers of stages on a pipeline rank, and the most rows of a micro-batch, that are tried.
 VIRTUAL, MOST_ROWS = (2, 3, 4, 6, 8), 64
@@ -62,8 +60,7 @@ class Flow:
         return self.virtual_stages == 2 and schedule_kind(self.schedule).v_shape
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """State the ZeRO stage, and the number of replicas of the shards."""
 
     zero: int
@@ -77,7 +74,7 @@ class Cut:
     """
 
     layout: Layout
-    flows: tuple[Flow, ...]
+    flows: list[Flow]
     offload: bool
 
     @cached_property
@@ -92,7 +89,6 @@ class Cut:
 
     @property
     def layouts(self) -> int:
-        """Return the number of legal layouts with this cut."""
         return sum(map(self.layouts_of, self.flows))
 
     def layouts_of(self, flow: Flow) -> int:
@@ -161,7 +157,7 @@ def candidates(request: Request, tally: Tally, *, offload: bool = False) -> Iter
                 # The cheapest checks first: whole subtrees end here.
                 if not legal.worth_trying(tensor, context) or not legal.shape(Layout.of(**axes)):
                     continue
-                if not (flows := tuple(legal.flows(pipeline, axes["data"]))):
+                if not (flows := legal.flows(pipeline, axes["data"])):
                     continue
                 for ring in (False, True) if context > 1 else (False,):
                     for expert in divisors(gcd(experts, context * axes["data"])) if experts else (1,):
@@ -175,36 +171,38 @@ class _Legal:
 
     def __init__(self, request: Request, tally: Tally) -> None:
         self.recipe: Recipe = request.recipe
-        self.machine = request.machine
+        self.machine, self.config, self.family = request.machine, request.config, request.base
         self.tally = tally
-        family = request.family
-        self.family = family.base if isinstance(family, AdaptedFamily) else family
-        self.config = request.config
-        self._modes: dict[tuple[str, bool], tuple[Checkpointing, ...]] = {}
 
     def worth_trying(self, tensor: int, context: int) -> bool:
         """Tell whether a rank has work enough that its products reach what a plan assumes of them."""
-        text = ""
         if tensor > MOST_NODES * self.machine.gpus:
             text, example = f"tensor ranks on more than {MOST_NODES} nodes", f"tensor {tensor}"
         elif context > 1 and self.recipe.data.sequence_length // context < LEAST_TOKENS:
             text = f"context ranks with fewer than {LEAST_TOKENS:,} tokens of a row"
             example = f"context {context}"
-        if text:
-            self.tally.add("not tried", text, 1, example)
-        return not text
+        else:
+            return True
+        self.tally.add(Reason("not tried", text, 1, example))
+        return False
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count a layout that is refused inside this context, which then ends."""
+        try:
+            yield
+        except BadInput as error:
+            self.tally.illegal(error, 1)
 
     def shape(self, layout: Layout) -> bool:
         """Tell whether the model can be cut over these axes, and the batch over the data ranks."""
-        rows = self.recipe.data.model_copy(update={"micro_batch": 1})
-
-        def check() -> bool:
+        rows, legal = self.recipe.data.model_copy(update={"micro_batch": 1}), False
+        with self._counting():
             self.config.check_layout(layout)
             check_batch(rows, layout, "plan")
             layout.check_length(rows.sequence_length, "plan", "data.sequence_length")
-            return True
-
-        return self._ask(check) is not None
+            legal = True
+        return legal
 
     def layout(self, *, tensor: int, **numbers: Any) -> Layout | None:
         """Return the layout, unless the model or the length of a row forbids it.
@@ -212,26 +210,30 @@ class _Legal:
         Wherever sequence parallelism is legal it is on: it sends as much as without and keeps less
         (Korthikanti et al. 2022, section 4.2.2).
         """
+        for sequence in (True, False) if tensor > 1 else (False,):
+            with self._counting():
+                layout = Layout.of(tensor=tensor, sequence=sequence, **numbers)
+                layout.check_length(self.recipe.data.sequence_length, "plan", "data.sequence_length")
+                self.family.check_layout(self.config, layout)
+                return layout
+        return None
 
-        def check(sequence: bool) -> Layout:
-            layout = Layout.of(tensor=tensor, sequence=sequence, **numbers)
-            layout.check_length(self.recipe.data.sequence_length, "plan", "data.sequence_length")
-            self.family.check_layout(self.config, layout)
-            return layout
-
-        in_sequence = self._ask(lambda: check(True)) if tensor > 1 else None
-        return in_sequence or self._ask(lambda: check(False))
-
-    def flows(self, pipeline: int, data: int) -> Iterator[Flow]:
-        """Yield the legal schedules with their virtual stages and micro-batches."""
-        rows = 1
+    def flows(self, pipeline: int, data: int) -> list[Flow]:
+        """Return the legal schedules with their virtual stages and micro-batches."""
+        rows, flows = 1, list[Flow]()
         while rows * data <= min(self.recipe.data.global_batch, MOST_ROWS * data):
             section = self.recipe.data.model_copy(update={"micro_batch": rows})
             for name, virtual in self._schedules(pipeline):
-                flow = self._ask(partial(self._flow, name, virtual, pipeline, data, section))
-                if flow is not None and flow.modes:
-                    yield flow
+                v_shape = pipeline > 1 and schedule_kind(name).v_shape
+                with self._counting():
+                    layout = Layout.of(pipeline=pipeline, data=data, virtual_stages=virtual, v_shape=v_shape)
+                    self.config.check_layout(layout)
+                    count = check_batch(section, layout, "plan")
+                    check_schedule(name, layout, count, "plan")
+                    if modes := self._modes(name, pipeline > 1):
+                        flows.append(Flow(name, virtual, rows, count, modes))
             rows *= 2
+        return flows
 
     def _schedules(self, pipeline: int) -> Iterator[tuple[ScheduleName, int]]:
         if pipeline == 1:
@@ -245,43 +247,22 @@ class _Legal:
                 if virtual <= max(2, self.config.num_hidden_layers // pipeline):
                     yield name, virtual
 
-    def _flow(self, name: ScheduleName, virtual: int, pipeline: int, data: int, rows: DataSection) -> Flow:
-        v_shape = pipeline > 1 and schedule_kind(name).v_shape
-        layout = Layout.of(pipeline=pipeline, data=data, virtual_stages=virtual, v_shape=v_shape)
-        self.config.check_layout(layout)
-        count = check_batch(rows, layout, "plan")
-        check_schedule(name, layout, count, "plan")
-        return Flow(name, virtual, rows.micro_batch, count, self._modes_of(name, layout))
-
-    def _modes_of(self, name: ScheduleName, layout: Layout) -> tuple[Checkpointing, ...]:
-        key = name, layout.pipeline > 1
-        if key not in self._modes:
-            # What is traced whole is timed as it is, each stage in one piece.
-            traced = isinstance(self.family, OwnFamily) or self.family.adopted
-            modes = MODES[:1] if traced else MODES
-            self._modes[key] = tuple(
-                mode for mode in modes if self._ask(partial(self._mode, mode, name, layout))
-            )
-        return self._modes[key]
-
-    def _mode(self, mode: Checkpointing, name: ScheduleName, layout: Layout) -> bool:
-        recipe = self.recipe
-        memory: MemorySection = recipe.memory.model_copy(update={"checkpointing": mode})
-        check_memory_of_pipeline(memory, layout, name, "plan")
-        check_rules(float8_rules(recipe, layout, name), "plan")
-        if recipe.compile is True:
-            check_rules(compile_rules(recipe, memory, layout, name), "plan")
-        return True
-
-    def _ask(self, check: Callable[[], Found]) -> Found | None:
-        try:
-            return check()
-        except BadInput as error:
-            self.tally.illegal(error, 1)
-            return None
+    @remembered
+    def _modes(self, name: ScheduleName, several: bool) -> tuple[Checkpointing, ...]:
+        # What is traced whole is timed as it is, each stage in one piece.
+        modes = MODES[:1] if isinstance(self.family, OwnFamily) or self.family.adopted else MODES
+        recipe, layout, legal = self.recipe, Layout(pipeline=1 + several), list[Checkpointing]()
+        for mode in modes:
+            memory: MemorySection = recipe.memory.model_copy(update={"checkpointing": mode})
+            with self._counting():
+                check_memory_of_pipeline(memory, layout, name, "plan")
+                check_rules(float8_rules(recipe, layout, name), "plan")
+                if recipe.compile is True:
+                    check_rules(compile_rules(recipe, memory, layout, name), "plan")
+                legal.append(mode)
+        return tuple(legal)
 
 
 def _experts(request: Request) -> int:
     """Return the number that an expert axis must divide; 0 without experts."""
-    family = request.family.base if isinstance(request.family, AdaptedFamily) else request.family
-    return gcd(*(router.num_experts for _, router in routers(family.on_meta(request.config))))
+    return gcd(*(router.num_experts for _, router in routers(request.base.on_meta(request.config))))

@@ -48,20 +48,12 @@ class Choice:
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a recipe, by section, that differ from their defaults."""
-        axes = self.layout
-        layout: dict[str, Any] = {
-            "tensor": axes.tensor,
-            "sequence": axes.sequence,
-            "context": axes.context,
-            "ring": axes.ring,
-            "pipeline": axes.pipeline,
-            "data": axes.data,
-            "data_replicate": axes.data_replicate if axes.zero else 1,
-            "expert": axes.expert,
-            "zero": axes.zero,
-        }
-        # By identity: True is 1.
-        layout = {key: value for key, value in layout.items() if value is True or value > (key != "zero")}
+        axes, layout = self.layout, dict[str, Any]()
+        for name in (*("tensor", "sequence", "context", "ring", "pipeline"),
+                     *("data", "data_replicate", "expert", "zero")):  # fmt: skip
+            number = getattr(axes, name) if axes.zero or name != "data_replicate" else 1
+            if number is True or number > (name != "zero"):  # by identity: True is 1
+                layout[name] = number
         if axes.pipeline > 1:
             layout["schedule"] = self.schedule
             layout |= {"virtual_stages": axes.virtual_stages} if axes.virtual_stages > 1 else {}
@@ -72,18 +64,14 @@ class Choice:
     def __str__(self) -> str:
         """Return the layout in one line, in the words of a recipe."""
         axes = self.keys["layout"]
-        words = [
-            key if value is True else f"{key} {value}" for key, value in axes.items() if key != "schedule"
-        ]
-        if self.layout.pipeline > 1:
-            words.append(self.schedule)
-        words += [f"micro_batch {self.micro_batch}"]
+        schedule = [axes.pop("schedule")] if "schedule" in axes else []
+        words = [key if number is True else f"{key} {number}" for key, number in axes.items()]
+        words += [*schedule, f"micro_batch {self.micro_batch}"]
         words += [] if self.checkpointing == "none" else [f"checkpointing {self.checkpointing}"]
-        return ", ".join(words + (["offload"] if self.offload else []))
+        return ", ".join(words + ["offload"] * self.offload)
 
 
 def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
-    """Return the recipe of a choice as plain data."""
     raw = {key: dict(value) if isinstance(value, Mapping) else value for key, value in request.raw.items()}
     for section, keys in choice.keys.items():
         raw[section] = raw.get(section, {}) | keys

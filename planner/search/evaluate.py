@@ -10,14 +10,13 @@ from ...parallel_state import Layout, ParallelState, dtype_named
 from ...pipeline import ScheduleName
 from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
-from ...training.stage_cut import StageCut, cut_stages
+from ...training.stage_cut import cut_stages
 from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, memory_of_walk
-from ..planned_model import Asked, planned_model
+from ..planned_model import Asked, PlannedModel, informed, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk
 from ..remembered import remembered
-from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
@@ -69,7 +68,8 @@ class Evaluator:
 
     def work(self, choice: Choice, pipeline: int = 0) -> Work:
         """Describe a step of a choice on the first rank of a pipeline rank."""
-        layout, data = choice.layout, self.recipe.data
+        layout, data, several = choice.layout, self.recipe.data, choice.layout.pipeline > 1
+        cut = layout.tensor, layout.context, layout.sequence
         work = Work(
             self._state(layout, pipeline),
             self.request.config.hidden_size,
@@ -78,11 +78,11 @@ class Evaluator:
             choice.micro_batches(data.global_batch),
             schedule=choice.schedule,
             checkpointing=choice.checkpointing,
-            loss_chunk=self._chunk_of(choice, layout.pipeline > 1),
+            loss_chunk=self._chunk(*cut, several, choice.schedule, choice.micro_batch),
             offload=choice.offload,
             **self._sizes,
         )
-        return self._model(layout.block_cut).informed(work, self._split(layout))
+        return informed(work, self._model(layout.block_cut), self._split(layout))
 
     @remembered
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
@@ -96,7 +96,6 @@ class Evaluator:
         return RankWalk(work, self._parameters(choice.layout, pipeline), costs)
 
     def answer(self, choice: Choice) -> Answer:
-        """Evaluate a choice as a whole."""
         memory = tuple(self.memory(choice, rank) for rank in range(choice.layout.pipeline))
         return Answer(choice, self._timer(choice).time(), memory, self.request.runtime)
 
@@ -175,7 +174,8 @@ class Evaluator:
         whether there are pipeline ranks; ``once``: whether a step has one micro-batch only.
         """
         choice, count = Choice(layout, "1f1b", micro_batch), 1 if once else 2
-        chunks = {self._chunk_of(choice, several), *((0,) if several else ())}
+        cut = layout.tensor, layout.context, layout.sequence
+        chunks = {self._chunk(*cut, several, "1f1b", micro_batch), *((0,) if several else ())}
         compiled = self._compiles("none", "1f1b", several)
         works = [replace(self.work(choice), micro_batches=count, loss_chunk=chunk) for chunk in chunks]
         return min(self._timer_of(choice, work, compiled).least_of_stages()[0] / count for work in works)
@@ -202,7 +202,6 @@ class Evaluator:
 
     @remembered
     def _state(self, layout: Layout, pipeline: int) -> ParallelState:
-        """Return a stand-in for the first rank of a pipeline rank."""
         return ParallelState.stand_in(layout, layout.first_rank(pipeline))
 
     @remembered
@@ -236,28 +235,21 @@ class Evaluator:
         """Return the number of blocks of each stage, if there are several."""
         if layout.pipeline == 1:
             return None
-        return self._cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
+        return self._counts(layout.pipeline, layout.virtual_stages, layout.v_shape)
 
     @remembered
-    def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
+    def _counts(self, pipeline: int, virtual: int, v_shape: bool) -> Sequence[int]:
         layout = Layout(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)
-        request, length = self.request, self.recipe.data.sequence_length
-        return cut_stages(
-            request.family, request.config, layout, length, split=self.recipe.layout_section.split
-        )
-
-    def _chunk_of(self, choice: Choice, several: bool) -> int:
-        """Return the number of tokens whose logits exist at once, as a run would choose it; ``several``:
-        whether there are pipeline ranks.
-        """
-        layout = choice.layout
-        cut = layout.tensor, layout.context, layout.sequence
-        return self._chunk(*cut, several, choice.schedule, choice.micro_batch)
+        split, length = self.recipe.layout_section.split, self.recipe.data.sequence_length
+        return cut_stages(self.request.family, self.request.config, layout, length, split=split).counts
 
     @remembered
     def _chunk(
         self, tensor: int, context: int, sequence: bool, several: bool, name: ScheduleName, micro_batch: int
     ) -> int:
+        """Return the number of tokens whose logits exist at once, as a run would choose it; ``several``:
+        whether there are pipeline ranks.
+        """
         layout = Layout(tensor=tensor, context=context, sequence=sequence, pipeline=1 + several)
         return loss_chunk_of(self._changed(Choice(layout, name, micro_batch)), self.request.config)
 
@@ -270,13 +262,8 @@ class Evaluator:
         """Return the recipe with a choice's keys, unchecked: for questions whose answer is in the recipe."""
         recipe, keys = self.recipe, choice.keys
         section = type(recipe.layout_section).model_validate(keys["layout"])
-        return recipe.model_copy(
-            update={
-                "layout_section": section,
-                "memory": recipe.memory.model_copy(update=keys["memory"]),
-                "data": recipe.data.model_copy(update=keys["data"]),
-            }
-        )
+        parts = {name: getattr(recipe, name).model_copy(update=keys[name]) for name in ("memory", "data")}
+        return recipe.model_copy(update={"layout_section": section, **parts})
 
 
 @lru_cache(maxsize=8192)

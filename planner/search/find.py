@@ -14,12 +14,13 @@ from heapq import merge
 from itertools import count
 from operator import attrgetter
 
+from ...parallel_state import BadInput
 from .candidates import candidates
 from .evaluate import Answer
 from .groups import Opened, opened_groups
 from .request import Request
 from .shortage import none_fits, none_legal
-from .tally import Tally
+from .tally import Reason, Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
 SHOWN, LONGEST = 10, 3.0
@@ -31,7 +32,7 @@ TIED = 0.05
 class Found:
     """Hold the result of a search. ``best``: the fastest layout of each cut, in the order of
     ``simplest_first``; ``timed``: every layout that fits and was timed in full; ``legal``: the number of
-    legal layouts.
+    legal layouts. ``error``: why a search found nothing, of one among several.
     """
 
     request: Request
@@ -39,6 +40,7 @@ class Found:
     timed: list[Answer] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     legal: int = 0
+    error: BadInput | None = None
 
     @property
     def settled(self) -> int:
@@ -93,7 +95,6 @@ def find_layouts(
 def _search(
     outcome: Found, shown: int, processes: int, progress: Callable[[Found], None] | None, *, offload: bool
 ) -> bool:
-    """Search, and tell whether something fits."""
     request, legal = outcome.request, outcome.legal
     cuts = [*candidates(request, Tally() if offload else outcome.tally, offload=offload)]
     outcome.legal += sum(cut.layouts for cut in cuts)
@@ -114,7 +115,7 @@ def _search(
         ("than the best, by a lower bound of their time", left),
     ):
         if layouts:
-            outcome.tally.add("slower", than, layouts, "")
+            outcome.tally.add(Reason("slower", than, layouts, ""))
     return bool(outcome.best)
 
 

@@ -40,7 +40,6 @@ class GenerationMemory:
 
     @property
     def total(self) -> int:
-        """Return the bytes at the worst moment."""
         return self.weights + self.cache + self.reading
 
 
@@ -72,13 +71,10 @@ def generation_memory(
         parameters = sample.parameters(state).every
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
-        plans.append(
-            GenerationMemory(
-                weights=parameters.here * dtype.itemsize + parameters.fixed_bytes,
-                cache=sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES,
-                reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent,
-            )
-        )
+        weights = parameters.here * dtype.itemsize + parameters.fixed_bytes
+        cache = sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES
+        reading = int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent
+        plans.append(GenerationMemory(weights, cache, reading))
     return plans
 
 
@@ -95,9 +91,7 @@ def rows_that_fit(
     two, three = totals(2), totals(3)
     if max(two) > room:
         return int(max(totals(1)) <= room)
-    return min(
-        2 + (room - of_two) // (of_three - of_two) for of_two, of_three in zip(two, three, strict=True)
-    )
+    return min(2 + (room - size) // (other - size) for size, other in zip(two, three, strict=True))
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,6 @@ class GenerationChoice:
         return self.memory.total + self.request.runtime
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
         request = self.request
         return {
             "model": request.name,
@@ -126,9 +119,7 @@ class GenerationChoice:
             "pipeline": self.layout.pipeline,
             "rows": request.recipe.data.global_batch,
             "length": request.recipe.data.sequence_length,
-            "weights": self.memory.weights,
-            "cache": self.memory.cache,
-            "reading": self.memory.reading,
+            **vars(self.memory),
             "bytes": self.bytes,
             "rows_that_fit": self.most,
         }
@@ -162,12 +153,11 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     choices.sort(key=lambda choice: -choice.most)
     if not choices[0].most:
         least = min(choices, key=lambda choice: choice.memory.weights)
+        shorter = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
         raise BadInput(
-            f"plan {request.name}",
-            "memory",
+            f"plan {request.name}", "memory",
             expected=f"at most {request.room / 1e9:.1f} GB on a GPU with one row of {length:,} tokens",
             found=f"weights of {least.memory.weights / 1e9:.1f} GB a rank with {least.layout}",
-            todo="Take more --gpus, a --gpu-type with more memory, or a shorter --sequence-length"
-            + (", or --dtype bfloat16" if dtype.itemsize > 2 else ""),
-        )
+            todo=f"Take more --gpus, a --gpu-type with more memory, or a shorter --sequence-length{shorter}",
+        )  # fmt: skip
     return choices

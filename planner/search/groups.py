@@ -27,7 +27,7 @@ from .choice import Choice, recipe_of
 from .evaluate import Answer, Evaluator
 from .request import Request
 from .shortage import shortage
-from .tally import Tally
+from .tally import Reason, Tally
 
 #: Cuts for which another process is worth its start, and groups whose opening it sends at once.
 _CUTS_OF_PROCESS, _SENT_AT_ONCE = 32, 32
@@ -66,7 +66,7 @@ class Groups:
             bound, _, layouts, open_group, (cut, *decided) = heappop(self._heap)
             self._opened = Opened(bound)
             if cut.shown in self._shown:
-                self._opened.tally.add("slower", "than a layout of the same cut", layouts, "")
+                self._opened.tally.add(Reason("slower", "than a layout of the same cut", layouts, ""))
             else:
                 open_group(cut, *decided)
             yield self._opened
@@ -144,7 +144,7 @@ class Groups:
     def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
         kind, text = shortage(plan, choice, rank, self.request)
         excess = plan.total + self.request.runtime - self.request.room
-        self._opened.tally.add("memory", kind, layouts, text, excess=excess)
+        self._opened.tally.add(Reason("memory", kind, layouts, text, excess))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Make a first recipe from a model, a token file and a number of GPUs: the planner chooses the layout."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ _STEPS = 100
 _RATES = {"lora": 2e-4, "on": 2e-5, "scratch": 3e-4}
 
 
-@dataclass(frozen=True)
-class NewRecipe:
-    """Hold a recipe's text, and the search that chose its layout."""
-
-    text: str
-    search: Found
-
-
 def new_recipe(
     model: str,
     tokens: Path,
@@ -38,9 +29,9 @@ def new_recipe(
     global_batch: int | None = None,
     steps: int | None = None,
     lora: int | None = None,
-) -> NewRecipe:
-    """Return a recipe that trains ``model`` on a token file: a Hugging Face folder with weights is trained
-    on, a published size or a config.json from scratch.
+) -> tuple[str, Found]:
+    """Return the text of a recipe that trains ``model`` on a token file, and the search that chose its
+    layout: a Hugging Face folder with weights is trained on, a published size or a config.json from scratch.
 
     Without ``steps`` it goes over the tokens once; without ``global_batch`` a step has 4 Mi tokens, or less
     so that a pass has 100 steps. Raises ``BadInput`` for what cannot be read, or where no layout fits.
@@ -65,7 +56,7 @@ def new_recipe(
         raw["model"] = {"init_from": model}
     kind = "lora" if lora else "on" if "init_from" in raw["model"] else "scratch"
     steps = steps or max(1, count // (length * rows))
-    return NewRecipe(commented_recipe(_filled(raw, tokens, steps, _RATES[kind]), recipe_head(search)), search)
+    return commented_recipe(_filled(raw, tokens, steps, _RATES[kind]), recipe_head(search)), search
 
 
 def _filled(raw: dict[str, Any], tokens: Path, steps: int, rate: float) -> dict[str, Any]:

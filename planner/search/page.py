@@ -8,11 +8,10 @@ from .find import Found
 from .pictures import memory_of_stages, pareto, step_of_rank, sweep, timetable_of
 from .report import HEAD, asked, facts, left_out, recipe_toml, rows, searched
 from .strategy import reasons
-from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
+from .sweep import asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
 
 
 def make_page(search: Found) -> str:
-    """Return the page of one search."""
     request = search.request
     sentences = [asked(request), *reasons(search)]
     sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]
@@ -43,7 +42,6 @@ def make_page(search: Found) -> str:
 
 
 def _schedule(search: Found) -> list[str]:
-    """Return the timetable of the fastest layout, if it has a pipeline."""
     best = search.best[0]
     if best.choice.layout.pipeline == 1:
         return []
@@ -54,11 +52,11 @@ def _schedule(search: Found) -> list[str]:
     ]
 
 
-def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
+def make_sweep_page(results: Sequence[Found]) -> str:
     """Return the page of several searches: how tokens a second grow with GPUs or tokens of a row."""
     searches = found_ones(results)
     sentences = [f"Warning: {line}." for line in sweep_warnings(results)]
-    sentences += [f"{unmet.error}." for unmet in results if isinstance(unmet, Unmet)]
+    sentences += [f"{search.error}." for search in results if search.error is not None]
     name = searches[0].request.name
     body = [
         f"<h1>Layouts of {escape(name)}</h1>",

@@ -74,8 +74,7 @@ def _machine(recipe: Recipe) -> Machine:
     layouts counts. The memory is that of the device here, or what the recipe states.
     """
     name = torch.cuda.get_device_name() if recipe.device == "cuda" and torch.cuda.is_available() else ""
-    first, *others = MACHINES.values()
-    machine = next((machine for machine in (first, *others) if machine.words in name), first)
+    machine = next((row for row in MACHINES.values() if row.words in name), next(iter(MACHINES.values())))
     room = device_room(recipe)
     memory = _UNKNOWN if room is None else float(room)
     peaks = {"float64": machine.peaks["float32"] / 2, **machine.peaks}

@@ -10,8 +10,7 @@ from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import TIED, Found, ties
 from .request import Request
-from .strategy import reasons, strategy
-from .warnings import warnings
+from .strategy import reasons, strategy, warnings
 
 HEAD = ("", "layout", "seconds", "tokens/s", "MFU", "waits", "GB")
 #: The share of a step below which a part of its time is not shown.
@@ -20,18 +19,12 @@ _LEAST_PART = 5e-4
 
 def rows(search: Found) -> list[tuple[str, ...]]:
     """Return the table of the fastest layouts, one row each, as text."""
-    return [
-        (
-            str(number),
-            str(answer.choice),
-            seconds_of(answer.time.seconds),
-            f"{answer.time.rate:,.0f}",
-            f"{answer.time.mfu.causal:.1%}",
-            f"{answer.time.parts['bubble'] / answer.time.seconds:.1%}",
-            f"{answer.bytes / 1e9:.1f}",
-        )
-        for number, answer in enumerate(search.best, 1)
-    ]
+    cells = list[tuple[str, ...]]()
+    for number, answer in enumerate(search.best, 1):
+        time, waits = answer.time, answer.time.parts["bubble"] / answer.time.seconds
+        figures = f"{time.rate:,.0f}", f"{time.mfu.causal:.1%}", f"{waits:.1%}", f"{answer.bytes / 1e9:.1f}"
+        cells.append((str(number), str(answer.choice), seconds_of(time.seconds), *figures))
+    return cells
 
 
 def seconds_of(seconds: float) -> str:
@@ -96,25 +89,19 @@ def facts(search: Found) -> list[tuple[str, str]]:
     if request.machine.name in MACHINES:
         least, usual, most = TIMES_SLOWER
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
-        lines.append(
-            (
-                "published",
-                f"steps of runs that others published {took} (docs/published_runs.md of the repository)",
-            )
-        )
-        lines.append(("range", _range(best.time)))
+        steps = f"steps of runs that others published {took} (docs/published_runs.md of the repository)"
+        lines += [("published", steps), ("range", _range(best.time))]
     lines += [("training", run_facts(search))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]
 
 
 def _memory(search: Found) -> str:
     """Return what the tensors of the heaviest rank have, and what torch's allocator reserves for them."""
-    best, machine = search.best[0], search.request.machine
-    line = f"{best.allocated / 1e9:.1f} GB of tensors"
-    if not best.runtime:
-        return line
-    reserved = reserved_words(best.reserved, machine.memory)
-    return f"{line} and {best.runtime / 1e9:.1f} GB for the runtime; reserved {reserved}"
+    best, line = search.best[0], f"{search.best[0].allocated / 1e9:.1f} GB of tensors"
+    if best.runtime:
+        reserved = reserved_words(best.reserved, search.request.machine.memory)
+        line += f" and {best.runtime / 1e9:.1f} GB for the runtime; reserved {reserved}"
+    return line
 
 
 def _range(time: StepTime) -> str:
@@ -154,14 +141,12 @@ def run_facts(search: Found) -> str:
 def as_json(search: Found) -> dict[str, Any]:
     """Return everything that was found as plain data; docs/planning.md lists the keys."""
     request, best = search.request, search.best[0]
+    others = ("kind", "reason", "layouts", "example")
     document: dict[str, Any] = {
         **asked_json(request),
         "legal": search.legal,
         "layouts": [_layout_json(answer) for answer in search.best],
-        "others": [
-            {"kind": reason.kind, "reason": reason.text, "layouts": reason.layouts, "example": reason.example}
-            for reason in search.tally
-        ],
+        "others": [dict(zip(others, reason, strict=False)) for reason in search.tally],
         "strategy": reasons(search),
         "warnings": warnings(request, best),
     }
@@ -169,18 +154,12 @@ def as_json(search: Found) -> dict[str, Any]:
         document["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
     if request.tokens is not None:
         whole = spent(search)
-        document["training"] = {
-            "tokens": request.tokens,
-            "days": whole.days,
-            "gpu_hours": whole.gpu_hours,
-            "cost": whole.cost,
-            "kilowatt_hours": whole.kilowatt_hours,
-        }
+        names = ("days", "gpu_hours", "cost", "kilowatt_hours")
+        document["training"] = {"tokens": request.tokens} | {name: getattr(whole, name) for name in names}
     return document
 
 
 def asked_json(request: Request) -> dict[str, Any]:
-    """Return what is planned, as plain data."""
     return {
         "model": request.name,
         "gpus": request.gpus,
@@ -210,9 +189,8 @@ def recipe_head(search: Found) -> str:
     """Return the comment of a recipe: what the search found, and the runner-up."""
     request, best = search.request, search.best[0]
     lines = [
-        f"{request.name} on {counted(request.gpus, 'GPU')} ({request.machine.name}), "
-        "chosen by `trilith plan`: "
-        f"{strategy(best.choice.layout)}.",
+        f"{request.name} on {counted(request.gpus, 'GPU')} ({request.machine.name}), chosen by "
+        f"`trilith plan`: {strategy(best.choice.layout)}.",
         f"Predicted: {_short(best.time.seconds)} s a step, MFU {best.time.mfu.causal:.0%}, waits "
         f"{best.time.parts['bubble'] / best.time.seconds:.0%}, {best.bytes / 1e9:.1f} GB of a GPU.",
     ]
@@ -228,5 +206,4 @@ def _short(seconds: float) -> str:
 
 
 def recipe_toml(search: Found) -> str:
-    """Return the recipe of the fastest layout."""
     return recipe_text(raw_recipe(search.request, search.best[0].choice), recipe_head(search))

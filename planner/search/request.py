@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...models import Family, ModelConfig, family_of, published_size, published_sizes
+from ...models import AdaptedFamily, Family, ModelConfig, family_of, published_size, published_sizes
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ...simulation.model_flops import Parameters, parameters_of
@@ -44,6 +44,11 @@ class Request:
     #: Tokens of the whole training, and the price of a GPU-hour, if the user states them.
     tokens: float | None = None
     price: float | None = None
+
+    @property
+    def base(self) -> Family:
+        """Return the family of the model without adapters."""
+        return self.family.base if isinstance(self.family, AdaptedFamily) else self.family
 
     @property
     def runtime(self) -> int:
@@ -105,18 +110,10 @@ def read_request(
     raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
     if headroom is not None:
         raw["memory"]["headroom"] = headroom
-    request = request_of(name, raw, machine, gpus, tokens=tokens)
-    return replace(request, price=price)
+    return replace(request_of(name, raw, machine, gpus), tokens=tokens, price=price)
 
 
-def request_of(
-    name: str,
-    raw: dict[str, Any],
-    machine: Machine,
-    gpus: int,
-    *,
-    tokens: float | None = None,
-) -> Request:
+def request_of(name: str, raw: dict[str, Any], machine: Machine, gpus: int) -> Request:
     """Return the request for a recipe as plain data, without what a search chooses."""
     recipe = parse_recipe(raw, f"plan {name}")
     if recipe.compute == "float8" or any(group.freeze for group in recipe.optimizer.groups):
@@ -124,10 +121,8 @@ def request_of(
         todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
         raise BadInput(f"plan {name}", "MODEL", expected=expected, found="one of these", todo=todo)
     planned, _ = plan_without_weights(recipe)
-    return Request(
-        name, recipe, raw, planned.family, planned.config, machine, gpus,
-        room=usable(machine.memory, recipe.memory.headroom), tokens=tokens,
-    )  # fmt: skip
+    room = usable(machine.memory, recipe.memory.headroom)
+    return Request(name, recipe, raw, planned.family, planned.config, machine, gpus, room)
 
 
 def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
@@ -135,11 +130,8 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
     path = Path(model)
     if path.suffix == ".toml" or model in shipped_recipes():
         recipe = load_recipe(model)
-        return (
-            path.name.removesuffix(".toml"),
-            left_as_it_is(recipe) | {"device": "cuda"},
-            recipe.layout.world,
-        )
+        raw = left_as_it_is(recipe) | {"device": "cuda"}
+        return path.name.removesuffix(".toml"), raw, recipe.layout.world
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file() and model.lower() not in published_sizes():
@@ -155,10 +147,12 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
 def left_as_it_is(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain data, without what a search chooses."""
     raw = recipe.model_dump(exclude_unset=True, by_alias=True)
-    for section, keys in (("layout", None), ("memory", ("checkpointing", "checkpoint_every", "offload"))):
-        rest = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
-        raw[section] = rest
-    raw["data"].pop("micro_batch", None)
+    raw["layout"] = {}
+    for section, *chosen in (
+        ("memory", "checkpointing", "checkpoint_every", "offload"),
+        ("data", "micro_batch"),
+    ):
+        raw[section] = {key: setting for key, setting in raw.get(section, {}).items() if key not in chosen}
     return raw
 
 
@@ -176,14 +170,8 @@ def _size(model: str) -> str:
 
 
 def _from_scratch(name: str, model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "out": f"runs/{name}",
-        "steps": 1,
-        "device": "cuda",
-        "compute": "bfloat16",
-        "model": model,
-        "data": {"tokens": "tokens"},
-    }
+    raw = {"out": f"runs/{name}", "steps": 1, "device": "cuda", "compute": "bfloat16"}
+    return raw | {"model": model, "data": {"tokens": "tokens"}}
 
 
 def _fields(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,18 +19,12 @@ def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> t
     """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
     parts = sorted(plan.parts(request.runtime).items(), key=lambda part: -part[1])
     largest = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
-    needs, has = needed_of(plan.total + request.runtime, request.room)
+    for digits in range(1, 9):  # so many that both differ
+        needs, has = (f"{size / 1e9:.{digits}f}" for size in (plan.total + request.runtime, request.room))
+        if needs != has:
+            break
     line = f"pipeline rank {rank} needs {needs} of {has} GB: {largest} ({choice})"
     return parts[0][0], line
-
-
-def needed_of(needed: int, room: int) -> tuple[str, str]:
-    """Return the GB that are needed and those that there are, with so many digits that they differ."""
-    for digits in range(1, 9):
-        both = f"{needed / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
-        if both[0] != both[1]:
-            break
-    return both
 
 
 def none_legal(request: Request, tally: Tally) -> BadInput:
@@ -51,25 +45,19 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     """
     reasons = [reason for reason in tally if reason.kind == "memory"]
     nearest = min(reasons, key=lambda reason: reason.excess, default=None)
-    example = "more with every layout" if nearest is None else nearest.example
-    ways = _numbers_of_gpus(request)
-    larger = sorted((machine for machine in MACHINES.values() if machine.memory > request.machine.memory),
-                    key=lambda machine: machine.memory)  # fmt: skip
-    share = request.room / request.machine.memory
+    ways, memory = _numbers_of_gpus(request), request.machine.memory
+    larger = [machine for machine in MACHINES.values() if machine.memory > memory]
     if larger and (least := _least(request)) is not None:
-        ways += [
-            f"--gpu-type {machine.name} ({machine.memory / 1e9:.0f} GB)"
-            for machine in larger
-            if least <= share * machine.memory
-        ][:1]
+        enough = [machine for machine in larger if least <= request.room / memory * machine.memory]
+        for machine in sorted(enough, key=lambda machine: machine.memory)[:1]:
+            ways.append(f"--gpu-type {machine.name} ({machine.memory / 1e9:.0f} GB)")
+    fits = f"What would fit: {'; or '.join(ways)}"
     return BadInput(
         f"plan {request.name}",
         "memory",
-        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {request.machine.memory / 1e9:.0f} GB",
-        found=example,
-        todo=f"What would fit: {'; or '.join(ways)}"
-        if ways
-        else "Take a shorter --sequence-length, or --lora",
+        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {memory / 1e9:.0f} GB",
+        found="more with every layout" if nearest is None else nearest.example,
+        todo=fits if ways else "Take a shorter --sequence-length, or --lora",
     )
 
 

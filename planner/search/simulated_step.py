@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -54,7 +55,8 @@ def simulate_step(
         own = planned.own
         # A first step makes everything ready: with one micro-batch, unless stages' schedule asks for all.
         few = rows if recipe.layout.pipeline > 1 else recipe.data.micro_batch
-        batch: Any = _batch(rows, length, planned.config.vocab_size)
+        ids = torch.arange(rows * length).view(rows, length) % planned.config.vocab_size
+        batch: Any = Batch(ids, ids.roll(-1, 1))
         first: Any = Batch(batch.input_ids[:few], batch.labels[:few])
         if own is not None:
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
@@ -82,10 +84,8 @@ def _assume_stages(
     stages, size = built.step.stages, recipe.data.micro_batch
     stages.assume(outputs)
     if stages.has_last:  # which also tells what the loss is given
-        stages.describe(
-            recipe.layout.stages - 1,
-            {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()},
-        )
+        part = {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()}
+        stages.describe(recipe.layout.stages - 1, part)
 
 
 @contextmanager
@@ -121,10 +121,8 @@ def simulated_steps(
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
             result = built.step.launch(batch, scale=scale)
-            ledger.mark(
-                "gradients",
-                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
-            )
+            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            ledger.mark("gradients", grads)
             ledger.updating = True
             update(result)
             ledger.updating = False
@@ -146,14 +144,10 @@ def simulated_steps(
 def timeline(ledger: Ledger) -> list[tuple[str, int]]:
     """Return the most bytes in each piece of the step, and the phase that ran then."""
     count = len(ledger.bytes_after)
-    pieces = []
-    for piece in range(min(PIECES, count)):
-        first, last = piece * count // PIECES, max((piece + 1) * count // PIECES, piece + 1)
-        if count < PIECES:
-            first, last = piece, piece + 1
-        most = max(range(first, last), key=ledger.bytes_after.__getitem__)
-        pieces.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
-    return pieces
+    pieces = min(PIECES, count)
+    bounds = [piece * count // pieces for piece in range(pieces + 1)] if pieces else []
+    places = [max(range(*pair), key=ledger.bytes_after.__getitem__) for pair in pairwise(bounds)]
+    return [(PHASES[ledger.phases[place]], ledger.bytes_after[place]) for place in places]
 
 
 @contextmanager
@@ -182,8 +176,3 @@ def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
     with mock.patch.object(ComputeWeight, "take_gradient", marked):
         yield
-
-
-def _batch(rows: int, length: int, vocab_size: int) -> Batch:
-    ids = torch.arange(rows * length).view(rows, length) % vocab_size
-    return Batch(ids, ids.roll(-1, 1))

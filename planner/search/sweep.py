@@ -1,30 +1,20 @@
 """Search for several numbers of GPUs or lengths of a row, and tell what was found as one table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ...parallel_state import BadInput
 from ...system import counted
 from .find import Found
 from .report import as_json, asked_json, machine_of, seconds_of, spent
 from .request import Request
-from .warnings import warnings
+from .strategy import warnings
 
 
-@dataclass(frozen=True)
-class Unmet:
-    """Hold a request for which no layout is legal or none fits, and the reason."""
-
-    request: Request
-    error: BadInput
-
-
-def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
+def found_ones(results: Sequence[Found]) -> list[Found]:
     """Return the searches that found a layout; raises the first one's ``BadInput`` if there is none."""
-    searches = [search for search in results if isinstance(search, Found)]
+    searches = [search for search in results if search.error is None]
     if not searches:
-        raise next(unmet.error for unmet in results if isinstance(unmet, Unmet))
+        raise results[0].error or AssertionError
     return searches
 
 
@@ -34,7 +24,7 @@ def asked_in_sweep(requests: Sequence[Request]) -> str:
     return f"{requests[0].name} on {machine_of(requests[0], most)}"
 
 
-def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
+def sweep_head(results: Sequence[Found]) -> tuple[str, ...]:
     """Return the head of the table; days and GPU-hours are there if the user stated the tokens of a run."""
     head = ["GPUs", "tokens of a row", "rows", "layout", "seconds", "tokens/s", "of a GPU", "GB"]
     first = results[0].request
@@ -43,7 +33,7 @@ def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
     return tuple(head)
 
 
-def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
+def sweep_rows(results: Sequence[Found]) -> list[tuple[str, ...]]:
     """Return the table of the fastest layout of each search, one row each, as text."""
     rows: list[tuple[str, ...]] = []
     width = len(sweep_head(results))
@@ -51,7 +41,7 @@ def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
         request = search.request
         data = request.recipe.data
         row = [f"{request.gpus:,}", f"{data.sequence_length:,}", f"{data.global_batch:,}"]
-        if isinstance(search, Unmet):
+        if search.error is not None:
             rows.append((*row, f"none: {search.error.found}", *("",) * (width - 4)))
             continue
         best = search.best[0]
@@ -66,12 +56,10 @@ def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
     return rows
 
 
-def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
+def sweep_warnings(results: Sequence[Found]) -> list[str]:
     """Return the warnings about the layouts of the table, each with the rows that it is about."""
     about: dict[str, list[str]] = {}
-    for search in results:
-        if isinstance(search, Unmet):
-            continue
+    for search in found_ones(results):
         request = search.request
         row = f"{counted(request.gpus, 'GPU')} with {request.recipe.data.sequence_length:,} tokens of a row"
         for line in warnings(request, search.best[0]):
@@ -79,11 +67,11 @@ def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
     return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]
 
 
-def sweep_json(results: Sequence[Found | Unmet]) -> list[dict[str, Any]]:
+def sweep_json(results: Sequence[Found]) -> list[dict[str, Any]]:
     """Return each search as plain data; ``error`` says why one found nothing."""
     return [
-        asked_json(search.request) | {"layouts": [], "error": str(search.error)}
-        if isinstance(search, Unmet)
-        else as_json(search)
+        as_json(search)
+        if search.error is None
+        else asked_json(search.request) | {"layouts": [], "error": str(search.error)}
         for search in results
     ]

@@ -4,23 +4,14 @@ Offers ``Machine``, by its name (``machine_named``) or from measurements (``mach
 ``StepTimer``, which times one step; and ``spending``, the days, GPU-hours and energy of a whole run.
 """
 
-from .machines import MACHINES, Efficiency, Link, Machine, machine_named
-from .measured import machine_from_bench
-from .prediction import MIDDLE_HALF, PARTS, TIMES_SLOWER, Spending, StepTime, spending
-from .step_time import StepTimer
-
-__all__ = [
-    "MACHINES",
-    "MIDDLE_HALF",
-    "PARTS",
-    "TIMES_SLOWER",
-    "Efficiency",
-    "Link",
-    "Machine",
-    "Spending",
-    "StepTime",
-    "StepTimer",
-    "machine_from_bench",
-    "machine_named",
-    "spending",
-]
+from .machines import MACHINES as MACHINES
+from .machines import Machine as Machine
+from .machines import machine_named as machine_named
+from .measured import machine_from_bench as machine_from_bench
+from .prediction import MIDDLE_HALF as MIDDLE_HALF
+from .prediction import PARTS as PARTS
+from .prediction import TIMES_SLOWER as TIMES_SLOWER
+from .prediction import Spending as Spending
+from .prediction import StepTime as StepTime
+from .prediction import spending as spending
+from .step_time import StepTimer as StepTimer

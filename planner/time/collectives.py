@@ -4,8 +4,9 @@ A group's ranks are ``stride`` apart, in the layout's order, and nodes hold cons
 ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node.
 Collectives of all groups of an axis run at once, so the group that lies worst is timed.
 
-A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
-bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
+A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages (Patarasu and Yuan
+2009). Two trees send the bytes up and down in as many messages as they are deep (Sanders, Speck and Traeff
+2009); NCCL takes the faster of both, and so does this.
 """
 
 from collections import Counter
@@ -15,7 +16,8 @@ from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
-from ..ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
+from ..communication import ring_wire_bytes
+from ..remembered import remembered
 from .machines import Machine
 
 #: The axes over which FSDP gathers and sums groups of parameters.
@@ -58,7 +60,6 @@ def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement
 def group_of(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
     (copies, shards, _), (same, pieces, _) = layout.data_sizes(), layout.data_sizes(experts=True)
-    inner = layout.tensor * layout.context
     stage = layout.world // layout.pipeline
     return {
         "tensor": (layout.tensor, 1),
@@ -71,7 +72,6 @@ def group_of(layout: Layout, axis: str) -> tuple[int, int]:
         "pipeline": (layout.pipeline, stage),
         "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
         "all": (layout.world, 1),
-        "samples": (layout.data, inner),
     }[axis]
 
 
@@ -80,14 +80,12 @@ class Links:
 
     def __init__(self, layout: Layout, machine: Machine) -> None:
         self.layout, self.machine = layout, machine
-        self._places: dict[str, Placement] = {}  # asked for hundreds of times in a step
 
+    @remembered  # asked for hundreds of times in a step
     def place(self, axis: str) -> Placement:
         """Return how the group of an axis lies that lies worst."""
-        if axis not in self._places:
-            ranks, stride = group_of(self.layout, axis)
-            self._places[axis] = worst_placement(ranks, max(stride, 1), self.layout.world, self.machine.gpus)
-        return self._places[axis]
+        ranks, stride = group_of(self.layout, axis)
+        return worst_placement(ranks, max(stride, 1), self.layout.world, self.machine.gpus)
 
     def rate(self, axis: str, kind: str = "") -> float:
         """Return the bytes a second that a rank sends along an axis."""
@@ -125,7 +123,9 @@ class Links:
         around = self._around(place)
         wire = ring_wire_bytes(kind, size, place.ranks) / rate
         if kind == "all_reduce":
-            tree = tree_all_reduce_wire_bytes(size, place.ranks) / rate + count * 2 * self._deep(place)
+            # Each of two trees reduces one half and sends it back. A rank has two children in one tree and
+            # none in the other, so it sends one half up in each, and one half to each child.
+            tree = 2 * size / rate + count * 2 * self._deep(place)
             return min(wire + count * 2 * around, tree)
         if kind in ("all_gather", "reduce_scatter"):
             return wire + count * around
@@ -138,10 +138,8 @@ class Links:
 
     def _around(self, place: Placement) -> float:
         """Return the latency of the messages of one way around a ring."""
-        outer = place.nodes if place.nodes > 1 else 0
-        return (place.ranks - 1 - max(0, outer - 1)) * self.machine.inside.latency + max(
-            0, outer - 1
-        ) * self.machine.between.latency
+        over = place.nodes - 1
+        return (place.ranks - 1 - over) * self.machine.inside.latency + over * self.machine.between.latency
 
     def _deep(self, place: Placement) -> float:
         """Return the latency of one way through a tree: along a node's ranks, and over nodes by halves."""

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..rank_parameters import Group, RankParameters
+from ..remembered import remembered
 from ..step_shape import Work
 from .collectives import Links
 from .kernels import Kernels
@@ -34,18 +34,15 @@ class DataRanks:
     def __init__(self, work: Work, machine: Machine, kernels: Kernels) -> None:
         self.work, self.layout, self.machine, self.kernels = work, work.layout, machine, kernels
         self.links = Links(work.layout, machine)
-        self._exchanges: dict[int, Exchange] = {}
 
+    @remembered
     def exchange(self, group: Group) -> Exchange:
         """Return the seconds of a group's exchanges over the data ranks."""
-        key = id(group)  # whoever holds the parameters holds each group
-        if key not in self._exchanges:
-            exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
-            if group.apart:
-                apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
-                exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
-            self._exchanges[key] = exchange
-        return self._exchanges[key]
+        exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
+        if group.apart:
+            apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
+            exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
+        return exchange
 
     def _exchanged(self, data: str, replicas: str, padded: int, trained: int) -> Exchange:
         """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""
@@ -67,8 +64,9 @@ class DataRanks:
         """Return, for the root and for a block, the gathers in a backward with ZeRO 3, and the share of the
         sums that the replicas sum too.
         """
-        replicas = {root: sums_of_replicas(self.work, root=root) / sums(self.work) for root in (False, True)}
-        return {False: (1, replicas[False]), True: (int(not root_stays(self.work)), replicas[True])}
+        work = self.work
+        replicas = [work.sums_of_replicas(root=root) / work.sums for root in (False, True)]
+        return {False: (1, replicas[False]), True: (int(not work.root_stays), replicas[True])}
 
     def around(
         self, group: Group, forward: float, backward: float, *, root: bool = False, reached: bool = True

@@ -133,9 +133,8 @@ def rank_step(schedule: str, layout: Layout, micro_batches: int, time: StepTime)
     for timed in table.ranks[rank]:
         spend("bubble", timed.start - now)
         for direction in _DIRECTIONS[timed.action.kind]:
-            seconds: dict[str, float] = getattr(time.by_direction[timed.action.stage], direction)
             for part in PARTS:
-                spend(part, seconds.get(part, 0.0))
+                spend(part, time.by_direction[timed.action.stage].get((direction, part), 0.0))
         spend("pipeline", timed.stop - now)  # a message that the rank takes itself
     spend("bubble", table.length - now)
     for part, once in time.once.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...layers import Checkpointing
@@ -13,7 +12,7 @@ from ...simulation.record import Collective
 from ...simulation.without_numbers import DTYPES
 from ..rank_parameters import Group, RankParameters
 from ..remembered import remembered
-from ..stage_costs import Alike, StageCost
+from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
 from .kernels import Kernels, Mode, Seconds
@@ -22,34 +21,26 @@ from .machines import Machine
 _DIRECTIONS = ("forward", "inputs", "weights")
 
 
-@dataclass
-class StageSeconds:
-    """Add up the seconds of a stage for one micro-batch by what they are spent on: those of the forward, and
-    of a backward's two parts, for the gradients of inputs and of weights.
+class StageSeconds(dict[tuple[str, str], float]):
+    """Add up the seconds of a stage for one micro-batch by direction and by what they are spent on: those of
+    the forward, and of a backward's two parts, for the gradients of inputs and of weights.
 
     ``seconds``, ``costs`` and ``parts`` are computed once: read them after the last ``add``.
     """
 
-    forward: dict[str, float] = field(default_factory=dict)
-    inputs: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-
     def add(self, part: str, times: int = 1, /, **directions: float) -> None:
         """Add the seconds of a part in each direction that is named, ``times`` times."""
         for direction, seconds in directions.items():
-            parts: dict[str, float] = getattr(self, direction)
-            parts[part] = parts.get(part, 0.0) + seconds * times
+            self[direction, part] = self.get((direction, part), 0.0) + seconds * times
 
     def include(self, other: StageSeconds, times: int = 1) -> StageSeconds:
         """Add the seconds of ``times`` modules that take as long as ``other`` each, and return the sum."""
-        for direction, parts in other._directions:
-            for part, seconds in parts.items():
-                self.add(part, times, **{direction: seconds})
+        for key, seconds in other.items():
+            self[key] = self.get(key, 0.0) + seconds * times
         return self
 
-    @property
-    def _directions(self) -> list[tuple[str, dict[str, float]]]:
-        return [(direction, getattr(self, direction)) for direction in _DIRECTIONS]
+    def of(self, direction: str) -> dict[str, float]:
+        return {part: seconds for (way, part), seconds in self.items() if way == direction}
 
     @property
     def seconds(self) -> float:
@@ -57,22 +48,22 @@ class StageSeconds:
 
     @cached_property
     def costs(self) -> dict[Kind, float]:
-        forward, inputs, weights = (sum(parts.values()) for _, parts in self._directions)
+        forward, inputs, weights = (sum(self.of(direction).values()) for direction in _DIRECTIONS)
         return {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
 
     @cached_property
     def parts(self) -> dict[str, float]:
         parts: dict[str, float] = {}
-        for _, directions in self._directions:
-            for part, seconds in directions.items():
+        for direction in _DIRECTIONS:
+            for part, seconds in self.of(direction).items():
                 parts[part] = parts.get(part, 0.0) + seconds
         return parts
 
     @property
     def computed(self) -> tuple[float, float]:
         """Return the seconds in which a block's forward and its backward compute."""
-        back = self.inputs["compute"] + self.weights["compute"] + self.inputs.get("recompute", 0.0)
-        return self.forward["compute"], back
+        back = self["inputs", "compute"] + self["weights", "compute"] + self.get(("inputs", "recompute"), 0.0)
+        return self["forward", "compute"], back
 
 
 class StageTimer:
@@ -88,7 +79,6 @@ class StageTimer:
         mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
         self.kernels, self.links = Kernels(machine, mode, self.dtype), Links(work.layout, machine)
         self._stages: dict[object, StageSeconds] = {}
-        self._blocks: dict[object, StageSeconds] = {}
 
     def stage(
         self, stage: StageCost, work: Work, parameters: RankParameters, root: Group | None
@@ -107,8 +97,8 @@ class StageTimer:
     ) -> StageSeconds:
         seconds = StageSeconds()
         for alike in stage.alike(work.checkpointing, work.checkpoint_every):
-            seconds.include(self.block(alike, work), alike.count)
-            self._accumulate(seconds, work, parameters.group(alike.number), alike.count)
+            seconds.include(self.block(*alike[2:]), alike.blocks)
+            self._accumulate(seconds, work, parameters.group(alike.number), alike.blocks)
         for piece in stage.beside:
             seconds.include(self._beside(piece))
         if stage.loss is not None:
@@ -117,18 +107,12 @@ class StageTimer:
             self._accumulate(seconds, work, group, count)
         return seconds
 
-    def block(self, alike: Alike, work: Work) -> StageSeconds:
-        """Return the seconds of one of these blocks."""
-        mode = work.checkpointing if alike.forgets else "none"
-        key = alike.piece, alike.reached, mode
-        if key not in self._blocks:
-            self._blocks[key] = self._of_block(alike, work, mode)
-        return self._blocks[key]
-
-    def _of_block(self, alike: Alike, work: Work, mode: Checkpointing) -> StageSeconds:
-        seconds, piece = StageSeconds(), alike.piece
-        self._module(seconds, piece, reached=alike.reached, mode=mode, block=True)
-        if alike.forgets and alike.reached:
+    @remembered
+    def block(self, piece: Piece, mode: Checkpointing, reached: bool) -> StageSeconds:
+        """Return the seconds of one block; ``reached``: whether a backward comes to it."""
+        seconds = StageSeconds()
+        self._module(seconds, piece, reached=reached, mode=mode, block=True)
+        if mode != "none" and reached:
             again = self.kernels.compute(piece.under(mode), mode, compiled=True).again
             seconds.add("recompute", inputs=again)
             for send in piece.sends(mode, again=True):
@@ -137,7 +121,7 @@ class StageTimer:
         if size := exchanged(piece):
             there = 2 * self.links.seconds("expert", "all_to_all", size, 1)
             seconds.add("expert", forward=there)
-            if alike.reached:
+            if reached:
                 seconds.add("expert", inputs=there * (1 if mode in ("none", "selective") else 2))
         return seconds
 

@@ -23,8 +23,8 @@ from functools import cache, cached_property, lru_cache, partial
 from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
+from ..planned_model import PlannedModel
 from ..rank_parameters import Group, RankParameters
-from ..sampled_model import PlannedModel
 from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work
 from .data_ranks import DataRanks
@@ -92,8 +92,8 @@ class StepTimer:
         """
         seconds, around = StageSeconds().include(alone), self.data_ranks.around
         for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
-            group, beside = parameters.group(alike.number), self.timer.block(alike, self.work).computed
-            seconds.add("data", alike.count, **around(group, *beside, reached=alike.reached))
+            group, beside = parameters.group(alike.number), self.timer.block(*alike[2:]).computed
+            seconds.add("data", alike.blocks, **around(group, *beside, reached=alike.reached))
         if root is not None:
             seconds.add("data", **around(root, 0.0, 0.0, root=True))
         pieces = in_one_piece(stage, parameters)
@@ -124,7 +124,6 @@ class StepTimer:
             return 0.0
         return self.data_ranks.links.seconds("pipeline", "send", self.work.between_blocks, 1)
 
-    @cached_property
     def _with_messages(self) -> tuple[list[Mapping[Kind, float]], float]:
         """Return the seconds of each stage's actions, and those of a message that travels beside them.
 
@@ -140,9 +139,8 @@ class StepTimer:
             longer.append({**cost, "F": cost["F"] + forward, "I": cost["I"] + back, "B": cost["B"] + back})
         return longer, 0.0
 
-    def time(self, *, checkpoint: float = 0.0) -> StepTime:
-        """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
-        layout, work, busy = self.layout, self.work, self._busy
+    def time(self) -> StepTime:
+        layout, work, busy, with_messages = self.layout, self.work, self._busy, self._with_messages()
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
         parts = dict.fromkeys(PARTS, 0.0)
         for stage in self._of_rank[self._alike[slowest]]:
@@ -151,40 +149,39 @@ class StepTimer:
         if layout.pipeline > 1:
             alone = self._length([stage.costs for stage in self._stages], 0.0)
             parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
-            parts["pipeline"] = self._length(*self._with_messages) - alone
-        once = {"data": self._exchange, "optimizer": self._updates, "checkpoint": checkpoint}
+            parts["pipeline"] = self._length(*with_messages) - alone
+        once = self._once()
         for name, seconds in once.items():
             parts[name] += seconds
         tokens = work.micro_batch * work.micro_batches * layout.data * work.sequence_length
         return StepTime(
             parts, tokens, layout.world, self.model.flops(work.sequence_length),
-            self.machine.stated or self.machine.peak(self.timer.dtype), busy, *self._with_messages,
+            self.machine.stated or self.machine.peak(self.timer.dtype), busy, *with_messages,
             self.machine.efficiency.source, self._stages, once,
         )  # fmt: skip
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
-        """Return the seconds of the timetable."""
+        """Return the seconds of the timetable, which layouts that differ in their data ranks may share."""
         layout, work = self.layout, self.work
-        shape = layout.pipeline, layout.virtual_stages, layout.v_shape
+        shape = Layout(pipeline=layout.pipeline, virtual_stages=layout.virtual_stages, v_shape=layout.v_shape)
         seconds = tuple(tuple(cost.items()) for cost in costs)
         return _length(work.schedule, shape, work.micro_batches, seconds, sending)
 
-    @cached_property
-    def _exchange(self) -> float:
-        """Return the exposed seconds of what ranks exchange once a step."""
-        once = self.data_ranks.once
-        return max(once(stages, self.parameters(rank)) for rank, stages in self._of_rank.items())
-
-    @cached_property
-    def _updates(self) -> float:
-        """Return the seconds of clipping and of the optimizer."""
-        return max(self.data_ranks.update(self.parameters(rank)) for rank in self._of_rank)
+    def _once(self) -> dict[str, float]:
+        """Return the exposed seconds of what ranks exchange once a step, and those of clipping and of the
+        optimizer.
+        """
+        ranks = [(stages, self.parameters(rank)) for rank, stages in self._of_rank.items()]
+        exchange = max(self.data_ranks.once(*rank) for rank in ranks)
+        updates = (self.data_ranks.update(parameters) for _, parameters in ranks)
+        return {"data": exchange, "optimizer": max(updates)}
 
     def least(self, of_stages: float | None = None) -> float:
         """Return a lower bound of the seconds of a step, computed without the timetable; ``of_stages``: what
         ``least_of_stages`` returns, where it is known.
         """
-        return (of_stages or self.least_of_stages()[0]) + self._exchange + self._updates
+        once = self._once()
+        return (of_stages or self.least_of_stages()[0]) + once["data"] + once["optimizer"]
 
     def least_of_stages(self) -> tuple[float, float]:
         """Return a lower bound of the seconds from the first forward to the last backward, and the most
@@ -202,14 +199,12 @@ class StepTimer:
         return least, max(self._busy) / self.work.micro_batches
 
 
-@lru_cache(maxsize=4096)  # layouts that differ in their data ranks may share one
+@lru_cache(maxsize=4096)
 def _length(
     schedule: str,
-    shape: tuple[int, int, bool],
+    shape: Layout,
     micro_batches: int,
     costs: tuple[tuple[tuple[Kind, float], ...], ...],
     sending: float,
 ) -> float:
-    pipeline, virtual_stages, v_shape = shape
-    layout = Layout(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    return step_length(schedule, layout, micro_batches, [dict(seconds) for seconds in costs], sending)
+    return step_length(schedule, shape, micro_batches, [dict(seconds) for seconds in costs], sending)

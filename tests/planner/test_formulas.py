@@ -8,9 +8,8 @@ from support.configs import config
 from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
-from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
-from trilith.planner.communication import traffic_of_piece
-from trilith.planner.ring_and_tree import ring_wire_bytes
+from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
+from trilith.planner.communication import ring_wire_bytes, traffic_of_piece
 from trilith.planner.time.stage_timer import exchanged
 from trilith.simulation.model_flops import Mfu, flops_per_token
 from trilith.simulation.pieces import ModelPieces
@@ -158,11 +157,3 @@ def test_a_block_s_table_is_the_formula():
             }
             here = [one for one in sent if one.what == ("forward" if forward else "backward")]
             assert stated and of_kinds(here) == stated, name
-
-
-def test_a_ring_sends_the_shares_of_the_others():
-    wires = {
-        kind: Traffic("tensor", kind, "", 1, 1000, 4).wire
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
-    }
-    assert wires == {"all_reduce": 1500, "all_gather": 3000, "reduce_scatter": 750, "send": 1000}

@@ -53,8 +53,9 @@ def like(plan, other):
 def assert_planned_alike(alike, work, model, sample):
     """Parameters, gradients, moments, activations and traffic; return the planned parameters."""
     held, costs = sample.parameters(work.state), sample.costs(work)
-    with patch("trilith.planner.stage_costs.ModelPieces", partial(shared_pieces, alike)):
-        assert like(memory_of(work, held, costs), plan_memory(work, model))
+    memory = memory_of(work, held, costs)
+    with patch("trilith.planner.sampled_model.ModelPieces", partial(shared_pieces, alike)):
+        assert like(memory, plan_memory(work, model))
         expected = step_traffic(work, model)
     found = traffic_of(work, held, costs)
     assert sorted(map(str, found)) == sorted(map(str, expected))

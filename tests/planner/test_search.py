@@ -21,8 +21,8 @@ from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
 from trilith.planner.search.page import make_page
 from trilith.planner.search.report import recipe_toml
+from trilith.planner.search.strategy import critical_batch
 from trilith.planner.search.tally import Tally
-from trilith.planner.search.warnings import critical_batch
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
@@ -57,17 +57,12 @@ def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
     sizes = {"sequence_length": 2048, "global_batch": 8, "headroom": 0.25}
     best = find_layouts(read_request("smollm2-135m", machine, 2, **sizes)).best[0]
     for spare, fits in ((0, True), (-1, False)):
-        memory = next(
-            size for size in count(4 * (best.bytes + spare) // 3) if int(size * 0.75) == best.bytes + spare
-        )
+        room = best.bytes + spare
+        memory = next(size for size in count(4 * room // 3) if int(size * 0.75) == room)
         request = read_request("smollm2-135m", replace(machine, memory=float(memory)), 2, **sizes)
         recipe = recipe_of(request, best.choice)
         planned = dry_run(recipe)
-        assert (
-            (planned.rank.total, planned.room)
-            == (best.bytes, request.room)
-            == (best.bytes, best.bytes + spare)
-        )
+        assert planned.rank.total == best.bytes and planned.room == request.room == best.bytes + spare
         assert (best.choice in {answer.choice for answer in find_layouts(request).timed}) is fits
         if fits:
             planned.check("recipe")
@@ -91,12 +86,17 @@ def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(result):
 def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     priced, exact = list[object](), list[object]()
     of_stage, of_one = StageTimer._of_stage, Evaluator.least
-    monkeypatch.setattr(
-        StageTimer, "_of_stage", lambda self, *given: (priced.append(self), of_stage(self, *given))[1]
-    )
-    monkeypatch.setattr(
-        Evaluator, "least", lambda self, choice: (exact.append(choice), of_one(self, choice))[1]
-    )
+
+    def stage(self, *given):
+        priced.append(self)
+        return of_stage(self, *given)
+
+    def least(self, choice):
+        exact.append(choice)
+        return of_one(self, choice)
+
+    monkeypatch.setattr(StageTimer, "_of_stage", stage)
+    monkeypatch.setattr(Evaluator, "least", least)
     result = find_layouts(request_of_llama())
     assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
     assert 2 * len(exact) < result.legal and len(set(exact)) == len(exact)
@@ -138,66 +138,38 @@ def test_the_page_is_whole_and_has_no_address(result):
     assert "The other layouts" in page and "prefers-color-scheme: dark" in page
 
 
+def told(capsys, words):
+    """Return what the command of these words says as JSON, and as text."""
+    assert run([*words.split(), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert run(words.split()) == 0
+    return document, capsys.readouterr().out
+
+
 def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
-    words = [
-        "plan",
-        "llama-3.2-1b",
-        "--gpus",
-        "1,2",
-        "--sequence-length",
-        "512,1024",
-        "--global-batch",
-        "4",
-        "--json",
-    ]
-    assert run(words) == 0
-    assert [one["gpus"] for one in json.loads(capsys.readouterr().out)] == [1, 1, 2, 2]
-    assert run(words[:-1]) == 0
-    shown = capsys.readouterr().out
+    words = "plan llama-3.2-1b --gpus 1,2 --sequence-length 512,1024 --global-batch 4"
+    searches, shown = told(capsys, words)
+    assert [search["gpus"] for search in searches] == [1, 1, 2, 2]
     assert "tokens" in shown and "of a row" in shown and shown.count("1,024") >= 2
 
 
 def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
-    words = [
-        "plan",
-        "llama-3.2-1b",
-        "--gpus",
-        "2",
-        "--gpu-type",
-        "l40s",
-        "--sequence-length",
-        "2048",
-        "--generate",
-    ]
-    assert run([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {(one["tensor"], one["pipeline"]) for one in told} == {(1, 2), (2, 1)}
-    rows = [one["rows_that_fit"] for one in told]
-    assert rows == sorted(rows, reverse=True) and rows[-1] > 16 and told[0]["rows"] == 16
-    assert run(words) == 0
-    first, *shown = capsys.readouterr().out.splitlines()
+    words = "plan llama-3.2-1b --gpus 2 --gpu-type l40s --sequence-length 2048 --generate"
+    layouts, shown = told(capsys, words)
+    assert {(one["tensor"], one["pipeline"]) for one in layouts} == {(1, 2), (2, 1)}
+    rows = [one["rows_that_fit"] for one in layouts]
+    assert rows == sorted(rows, reverse=True) and rows[-1] > 16 and layouts[0]["rows"] == 16
+    first, *shown = shown.splitlines()
     assert first.startswith("llama-3.2-1b on l40s") and "GB of the rank that needs most" in first
     assert "bfloat16" in first and "a GPU may hold 44.2 GB" in first and "reading" in "".join(shown)
 
 
 def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
     # So many rows do not fit in one micro-batch; several micro-batches need gradients in whole.
-    words = [
-        "plan",
-        "llama-3.1-8b",
-        "--gpus",
-        "1",
-        "--gpu-type",
-        "l40s",
-        "--sequence-length",
-        "1024",
-        "--global-batch",
-        "64",
-    ]
-    assert run([*words, "--json"]) == 2
+    words = "plan llama-3.1-8b --gpus 1 --gpu-type l40s --sequence-length 1024 --global-batch 64"
+    assert run(words.split()) == 2
     capsys.readouterr()
-    assert run([*words, "--lora", "16", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layouts"][0]["bytes"] < 48e9
+    assert told(capsys, f"{words} --lora 16")[0]["layouts"][0]["bytes"] < 48e9
 
 
 def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(tmp_path, capsys):
@@ -212,11 +184,6 @@ def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(tmp_path, capsys):
 def test_the_critical_batch_follows_from_the_loss():
     """At a loss of 1 nat it is 2e8 tokens (Kaplan et al. 2020), and at a higher loss less."""
     assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
-
-
-def test_a_choice_says_itself_in_the_words_of_a_recipe(result):
-    best = result.best[0].choice
-    assert isinstance(best, Choice) and f"micro_batch {best.micro_batch}" in str(best)
 
 
 def request_of(name, headroom, gpus):

@@ -14,8 +14,8 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
-from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named, spending
-from trilith.planner.time.collectives import Links, group_of, placement
+from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named
+from trilith.planner.time.collectives import Links, group_of
 from trilith.planner.time.kernels import Kernels
 from trilith.planner.time.prediction import rank_step
 from trilith.simulation.recorder import Operator
@@ -58,14 +58,6 @@ def test_a_rank_s_step_has_the_seconds_of_each_part(layout, options, machine):
     assert sum(seconds.values()) == pytest.approx(time.seconds, rel=1e-7)
 
 
-def test_groups_lie_on_nodes_as_ranks_are_numbered():
-    assert placement(8, 1, 8) == (placement(8, 1, 16))  # a tensor group fills one node
-    assert (placement(16, 1, 8).nodes, placement(16, 1, 8).together) == (2, 8)
-    assert (placement(128, 8, 8).nodes, placement(128, 8, 8).together) == (128, 1)
-    assert (placement(4, 2, 8).nodes, placement(8, 2, 8).nodes) == (1, 2)
-    assert placement(2, 3, 4, first=2).nodes == 2
-
-
 @pytest.mark.parametrize(
     ("layout", "gpus"),
     [
@@ -82,7 +74,7 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered():
 def test_the_group_of_an_axis_is_timed_that_lies_worst(layout, gpus):
     """Against all groups, one rank at a time."""
     links = Links(layout, replace(H100, gpus=gpus))
-    for axis in ("tensor", "context", "expert", "data", "pipeline", "samples"):
+    for axis in ("tensor", "context", "expert", "data", "pipeline"):
         ranks, stride = group_of(layout, axis)
         groups = {
             frozenset(block + place + number * stride for number in range(ranks))
@@ -321,17 +313,6 @@ def test_every_family_has_a_step_that_takes_longer_with_more_tokens(names):
         sizes = {"sequence_length": 64}
         one, two = (predicted(MODELS[name], Layout(), micro_batches=n, **sizes).seconds for n in (1, 2))
         assert 0 < one < two < 2 * one, name
-
-
-def test_a_run_costs_what_its_hours_cost():
-    """16,384 GPUs for 54 days are 21.2 million GPU-hours."""
-    step = predicted("llama-3.2-1b", Layout())
-    tokens = step.rate * 54 * 86400
-    found = spending(replace(step, ranks=16384), tokens, watts=700, price=2.0)
-    assert found.days == pytest.approx(54)
-    assert found.gpu_hours == pytest.approx(21_233_664)
-    assert found.cost == pytest.approx(2 * found.gpu_hours)
-    assert found.kilowatt_hours == pytest.approx(0.7 * found.gpu_hours)
 
 
 def test_the_table_of_machines_states_sources_and_rates_without_sparsity():

@@ -11,8 +11,7 @@ from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout
 from trilith.planner.search import Choice, Found, find_layouts, read_request
 from trilith.planner.search.evaluate import Evaluator
-from trilith.planner.search.strategy import reasons, strategy
-from trilith.planner.search.warnings import critical_batch, warnings
+from trilith.planner.search.strategy import critical_batch, reasons, strategy, warnings
 from trilith.planner.time import machine_named
 from trilith.simulation.model_flops import Parameters
 
@@ -189,12 +188,14 @@ def plan(why, says, *words, gpus="2", model="llama-3.2-1b"):
 
 
 SMALL = ("--sequence-length", "512", "--global-batch", "4")
+LITTLE_ROOM = "--gpu-type l40s --sequence-length 2048 --generate --headroom 0.9 --dtype float32"
 
 test_plans_that_cannot_be_are_refused = refusals(
     plan("dtype", "--dtype", "--dtype", "float32"),
     plan("price-without-tokens", "--tokens", "--price", "2"),
     plan("watts-without-tokens", "--tokens", "--watts", "500"),
     plan("tokens", "--tokens", "--tokens", "0.5"),
+    plan("price", "--price", "--tokens", "1B", "--price", "cheap"),
     plan("two-outputs-in-one-file", "--html", "--write", "one.toml", "--html", "./one.toml"),
     plan("no-folder-for-the-page", "nowhere", "--html", "nowhere/page.html"),
     plan("taken", "taken.toml", "--write", "taken.toml"),
@@ -211,17 +212,7 @@ test_plans_that_cannot_be_are_refused = refusals(
     plan(
         "rows-that-do-not-fit",
         "Take more --gpus",
-        *(
-            "--gpu-type",
-            "l40s",
-            "--sequence-length",
-            "2048",
-            "--generate",
-            "--headroom",
-            "0.9",
-            "--dtype",
-            "float32",
-        ),
+        *LITTLE_ROOM.split(),
     ),
     plan(
         "model-that-does-not-fit",

@@ -6,7 +6,7 @@ from trilith.models import published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble
 from trilith.planner import Work, plan_memory
-from trilith.planner.ring_and_tree import ring_wire_bytes
+from trilith.planner.communication import ring_wire_bytes
 from trilith.recipes.checks import check_batch
 from trilith.recipes.sections import DataSection
 
