@@ -121,8 +121,11 @@ def simulated_steps(
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
             result = built.step.launch(batch, scale=scale)
-            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            ledger.mark("gradients", grads)
+            # A name for the list would keep the gradients alive through the next step.
+            ledger.mark(
+                "gradients",
+                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+            )
             ledger.updating = True
             update(result)
             ledger.updating = False
