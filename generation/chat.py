@@ -7,7 +7,6 @@ from ..data.text.tokenizer_loading import Message
 from ..parallel_state import Layout
 from ..runs.launch import check_launch, device_here, device_words, process_group
 from ..system import counted
-from .generate import positions_needed
 from .request import Request, continue_rows, prepare
 from .text import prompt_ids
 
@@ -45,7 +44,7 @@ def converse(
             ids = prompt_ids(
                 messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
             )
-            room = positions - positions_needed(len(ids), 0)
+            room = positions + 1 - len(ids)  # the last token is never read
             if room < 1:
                 messages.pop()
                 full = f"{len(ids)} tokens do not fit the model's {positions} positions"
