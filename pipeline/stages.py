@@ -6,7 +6,8 @@ What goes between stages follows from ``hidden_shape`` of the model, or from a t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,7 @@ from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
 if TYPE_CHECKING:
-    from .driver import StageModule
-    from .runner import Pipeline
+    from .driver import Pipeline, StageModule
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
@@ -188,15 +188,14 @@ class Stages:
         """
         count = len(next(iter(samples.values())))
         if self._pipeline is None:
-            from .runner import Pipeline  # imports torch's compiler: half a second
+            from .driver import Pipeline  # imports torch's compiler: half a second
 
             self._pipeline = Pipeline(
                 [self._module(number) for number in self.parts],
                 self._loss_of,
                 name=schedule,
                 microbatches=count // micro_batch,
-                entry=Travels((micro_batch,), torch.int64),
-                travels=[sent_as(output) for output in self.outputs],
+                travels=[Travels((micro_batch,), torch.int64), *map(sent_as, self.outputs)],
                 state=self.state,
                 trains_all=getattr(self.model, "trains_all", False),
             )
@@ -248,6 +247,19 @@ class Stages:
         if not number and self.first_input is not None:
             received = (samples[self.first_input],)
         return self.model(*received, **keywords, **(extra or {}))
+
+
+@contextmanager
+def evaluating(model: nn.Module, **settings: Any) -> Iterator[None]:
+    """Turn dropout off for the ``with`` block, and let the model's attributes be those of ``settings``."""
+    training, before = model.training, {name: getattr(model, name) for name in settings}
+    model.eval()
+    vars(model).update(settings)
+    try:
+        yield
+    finally:
+        model.train(training)
+        vars(model).update(before)
 
 
 def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:

@@ -128,8 +128,8 @@ WAITS = (
         "upload",
         "before torch 2.13: the number of a stage, which neighbours exchange",
     ),
-    Wait("pipeline/runner.py: Pipeline.step", "upload", _VOTE),
-    Wait("pipeline/runner.py: Pipeline.step", "read", _VOTE, gives=_static),
+    Wait("pipeline/driver.py: Pipeline.step", "upload", _VOTE),
+    Wait("pipeline/driver.py: Pipeline.step", "read", _VOTE, gives=_static),
 )
 
 

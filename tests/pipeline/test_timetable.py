@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
+from trilith.pipeline.driver import SCHEDULE_CLASSES, neighbours
 from trilith.pipeline.relay import greet
-from trilith.pipeline.runner import SCHEDULE_CLASSES, neighbours
 from trilith.pipeline.schedule_actions import actions
 from trilith.testing import run_parallel
 from trilith.training.stage_cut import cut_by_cost, stage_costs
