@@ -34,21 +34,17 @@ class StageCut:
         unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
         for rank in range(self.layout.pipeline):
             numbers = self.layout.stages_of(rank)
-            blocks = " and ".join(_span(stages[number].blocks) for number in numbers)
-            if not self.costs:
-                ranks.append(blocks)
-                continue
-            ranks.append(f"{blocks} ({sum(self.costs[number] for number in numbers) / unit:,.3g})")
+            here = [stages[number].blocks for number in numbers]
+            blocks = " and ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in here)
+            cost = f" ({sum(self.costs[number] for number in numbers) / unit:,.3g})" if self.costs else ""
+            ranks.append(blocks + cost)
+        line = f"blocks {', '.join(ranks)}"
         if not self.costs:
-            return f"blocks {', '.join(ranks)}"
+            return line
         return (
-            f"blocks {', '.join(ranks)} (in brackets: {name} of a token's forward, embedding and output "
-            f"included); the slowest stage has {self.slowest:.2f} times the mean"
+            f"{line} (in brackets: {name} of a token's forward, embedding and output included); "
+            f"the slowest stage has {self.slowest:.2f} times the mean"
         )
-
-
-def _span(blocks: Sequence[int]) -> str:
-    return str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]}-{blocks[-1]}"
 
 
 def cut_stages(

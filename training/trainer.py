@@ -244,7 +244,7 @@ class Trainer:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=say)
         newest = newest_of_run(self.checkpoints, self.state, say=say)
         if recipe.lora is not None:
-            first_adapters(recipe, plan, self.model, state=self.state, resuming=newest is not None, say=say)
+            first_adapters(self, resuming=newest is not None)
         if newest is not None:
             plan.let_go()
             progress = load(newest, self.model, self.optimizer, state=self.state)
