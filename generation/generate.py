@@ -119,7 +119,8 @@ def generate(
             stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
         }
 
-    stages, caches = Stages(model, model.state, dtype=next(model.parameters()).dtype), new_caches()
+    dtype, caches = next(model.parameters()).dtype, new_caches()
+    stages = Stages(model, model.state, dtype=dtype, of_stage=lambda number: {"cache": caches[number]})
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
@@ -128,7 +129,7 @@ def generate(
         for number in range(max_new_tokens):
             samples = {"input_ids": tokens_BT[:, read:], "positions": positions_BT[:, read:]}
             stages.fit(samples)
-            y = stages.forward(samples, lambda stage, caches=caches: {"cache": caches[stage]})
+            y = stages.forward(samples)
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
             if y is not None:
                 logits_BV = gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
