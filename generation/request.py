@@ -1,22 +1,24 @@
-"""Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes."""
+"""Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes. And
+``trilith chat``, on one device: each message is answered after all that was said before.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ..checkpoints import Source
-from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
+from ..data.text.tokenizer_loading import Message, Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState
-from ..runs.launch import device_words, own_rank
+from ..runs.launch import check_launch, device_here, device_words, own_rank, process_group
 from ..storage.disk import writing
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.output_places import check_output_file
@@ -29,6 +31,10 @@ from .text import Continuation, Prompt, prompt_ids
 
 if TYPE_CHECKING:
     from ..models import CausalLM
+
+
+#: The message that begins a new conversation.
+ANEW = "/new"
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,52 @@ def continue_rows(
     if on_text is not None:
         on_text(continuations[0].rest())
     return continuations
+
+
+def converse(
+    request: Request,
+    lines: Iterable[str],
+    *,
+    write: Callable[[str], None],
+    note: Callable[[str], None],
+    device: str = "auto",
+) -> None:
+    """Answer each line as a user's message; ``write`` gets the pieces of the answers as they come.
+
+    The tokenizer's chat template writes the conversation. The request's prompts do not count. A blank line is
+    passed over. An answer has at most the tokens that the model's positions leave, and a message that leaves
+    none is not answered. ``BadInput`` before the weights are read if there is no template.
+    """
+    device = device_here(device)
+    check_launch(Layout(), device=device)
+    prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
+    positions = prepared.source.model_config.max_position_embeddings
+    with process_group(Layout(), device=device) as state:
+        model = prepared.load(state)
+        note(f"{request.source} on {device_words(device)}; {ANEW} begins anew, Ctrl-D ends")
+        messages: list[Message] = []
+        for number, line in enumerate(filter(str.strip, lines)):
+            if line.strip() == ANEW:
+                messages.clear()
+                continue
+            messages.append({"role": "user", "content": line})
+            ids = prompt_ids(
+                messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
+            )
+            room = positions + 1 - len(ids)  # the last token is never read
+            if room < 1:
+                messages.pop()
+                full = f"{len(ids)} tokens do not fit the model's {positions} positions"
+                note(f"the conversation is too long: {full}; not answered. {ANEW} begins anew")
+                continue
+            most = min(room, request.max_new_tokens)
+            (answer,) = continue_rows(request, prepared, model, [ids], first=number, most=most, on_text=write)
+            write("\n")
+            messages.append({"role": "assistant", "content": answer.text})
+            if answer.finish == "length" and most == request.max_new_tokens:
+                note(f"the answer is cut at {counted(most, 'token')}: --max-new-tokens allows more")
+            elif answer.finish == "length":
+                note(f"the conversation fills the model's {positions} positions: {ANEW} begins anew")
 
 
 def run_generation(

@@ -15,8 +15,6 @@ and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are th
 ``ComputeWeights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
