@@ -27,6 +27,7 @@ from ..parallel_state.engine import (
     fsdp_modules,
     gather_weights,
     in_one_backward,
+    is_sharded,
     left_alone,
     sum_gradients,
 )
@@ -38,17 +39,11 @@ class StageModule(nn.Module):
     """Hold what a stage computes with: its ``forward``, and the modules whose parameters it uses.
 
     ``root``: the module that FSDP was applied to, if it was. It is the whole model, of which each stage on
-    this rank is a view, or the one module itself. ``uses_root``: whether the stage computes with parameters
-    of the root itself.
+    this rank is a view, or the one module itself.
     """
 
     def __init__(
-        self,
-        forward: Callable[..., Tensor],
-        uses: Sequence[nn.Module],
-        root: FSDPModule | None = None,
-        *,
-        uses_root: bool = True,
+        self, forward: Callable[..., Tensor], uses: Sequence[nn.Module], root: FSDPModule | None = None
     ) -> None:
         super().__init__()
         self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
@@ -56,6 +51,7 @@ class StageModule(nn.Module):
         #: What FSDP shards of this stage alone, and with the root, which several stages may share.
         self.own = [sharded for module in uses for sharded in fsdp_modules(module) if sharded is not root]
         roots = [] if root is None else [root]
+        uses_root = not all(is_sharded(module) and module is not root for module in uses)
         self.sharded = [*self.own, *(roots if uses_root else [])]
         #: What FSDP's hooks would gather although this stage computes without it.
         self.unused = [] if uses_root else roots

@@ -227,9 +227,7 @@ class Stages:
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]
-        root = model if is_sharded(model) else None
-        own = all(is_sharded(module) and module is not root for module in modules)
-        return StageModule(forward, modules, root, uses_root=not own)
+        return StageModule(forward, modules, model if is_sharded(model) else None)
 
     def _run(self, number: int, received: tuple[Tensor, ...], samples: Samples) -> Any:
         if self._seed is not None:

@@ -152,7 +152,11 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             weight.take_gradient(self.precision.reduce)
             total, weight.total = weight.total, None
             if kind is None and total is not None:
-                _add(weight.master, total.to(weight.master.dtype))
+                master, grad = weight.master, total.to(weight.master.dtype)
+                if master.grad is None:
+                    master.grad = engine.like(master, grad)
+                else:
+                    local_data(master.grad).add_(grad)
 
     def _made(self) -> list[ComputeWeight]:
         modules = dict(self.model.named_modules())
@@ -195,10 +199,3 @@ def computing(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which several forwards and backwards of ``model`` share one copy of its weights."""
     weights = model.__dict__.get("compute_weights")
     return weights if isinstance(weights, ComputeWeights) else nullcontext()
-
-
-def _add(master: nn.Parameter, grad: Tensor) -> None:
-    if master.grad is None:
-        master.grad = engine.like(master, grad)
-    else:
-        local_data(master.grad).add_(grad)
