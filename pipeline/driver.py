@@ -81,11 +81,12 @@ class DrivenStage(pipelining.PipelineStage):
         *,
         trains_all: bool,
     ) -> None:
-        layout, group, zero = state.layout, state.pipeline.group, state.layout.zero
-        ends = {"input_args": takes.meta(), "output_args": gives.meta()}
-        super().__init__(module, number, layout.stages, state.device, group=group, **ends)
+        zero, self._takes, self._gives = state.layout.zero, takes.meta(), gives.meta()
+        super().__init__(
+            module, number, state.layout.stages, state.device, group=state.pipeline.group,
+            input_args=self._takes, output_args=self._gives,
+        )  # fmt: skip
         self.args_recv_info, self.grad_recv_info = _WithoutMemory(), _WithoutMemory()
-        self._takes, self._gives = ends.values()
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
         self.replicas_wait = module.own if trains_all else []
         self._order = ForwardOrder(module.root[0]) if self.gathers_each and module.root else None
