@@ -1,7 +1,6 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,23 +102,20 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     if not names or isinstance(batches, ItemBatches):
         return
     for file in batches.files:
-        stated = file.index.tokenizer_fingerprint
-        if stated and stated not in _fingerprints(folder, names):
-            beside = _tokenizer_beside(file)
-            if beside is not None and give_the_same_ids(folder, beside):
-                continue
-            expected = f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})"
-            other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
-            todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
-            todo += "tokenizer's files of the tokens in place of the model's"
-            raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
-
-
-def _fingerprints(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    """Yield the fingerprints under which token files know a folder's tokenizer."""
-    yield fingerprint_of_folder(folder)
-    if "tokenizer.model" in names:  # by itself it gives the ids of its folder
-        yield load_tokenizer(folder / "tokenizer.model").fingerprint
+        stated, fingerprint = file.index.tokenizer_fingerprint, fingerprint_of_folder(folder)
+        if not stated or stated == fingerprint:
+            continue
+        # By itself a tokenizer.model gives the ids of its folder.
+        if "tokenizer.model" in names and stated == load_tokenizer(folder / "tokenizer.model").fingerprint:
+            continue
+        beside = _tokenizer_beside(file)
+        if beside is not None and give_the_same_ids(folder, beside):
+            continue
+        expected = f"tokens of the model's tokenizer, {folder} ({fingerprint[:12]})"
+        other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
+        todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
+        todo += "tokenizer's files of the tokens in place of the model's"
+        raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
 
 
 def _reach(mirror: str | None) -> None:
