@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trilith.parallel_state import Layout, ParallelState
-from trilith.pipeline.driver import StageModule
+from trilith.pipeline.driver import Pipeline, StageModule
 from trilith.pipeline.relay import Travels
-from trilith.pipeline.runner import Pipeline
 from trilith.pipeline.schedule_actions import Action, Kind, actions
 from trilith.pipeline.timetable import UNIT_COSTS, Timed, Timetable
 from trilith.ranks.pool import run_parallel
@@ -65,8 +64,7 @@ def slept_rank(
         lambda output, target: output.sum(),
         name=name,
         microbatches=micro_batches,
-        entry=travels,
-        travels=[travels] * layout.stages,
+        travels=[travels] * (layout.stages + 1),
         state=state,
     )
     whole = torch.zeros(micro_batches, 1)

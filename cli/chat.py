@@ -39,8 +39,7 @@ def chat(
     options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
-    from ..generation.chat import converse
-    from ..generation.request import Request
+    from ..generation.request import Request, converse
 
     request = from_options(Request, options, prompts=[], sampling=from_options(Sampling, options))
     with pieces_of_text() as write:

@@ -49,7 +49,7 @@ def evaluate(
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     check_tokens_there(tokens)
     from ..parallel_state import Layout
-    from ..training.evaluate_weights import Figures, Question, run_evaluation
+    from ..training.evaluation import Figures, Question, run_evaluation
 
     def show(figures: Figures) -> str:
         if json:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..layers import KeyValueCache, gather_logits
 from ..layers.host_numbers import send
 from ..parallel_state import BadInput, seed_of
-from ..pipeline import Stages
+from ..pipeline import Stages, evaluating
 
 if TYPE_CHECKING:
     from ..models import CausalLM
@@ -89,20 +88,19 @@ def generate(
     min_new_tokens: int = 0,
     sampling: Sampling | None = None,
     stop: Collection[int] = (),
-    ends: Callable[[Tokens], bool] | None = None,
     seed: int = 0,
     first: int = 0,
     cached: bool = True,
-    on_tokens: Callable[[list[int | None]], None] | None = None,
+    on_tokens: Callable[[list[int | None]], Collection[int] | None] | None = None,
 ) -> list[list[int]]:
     """Return the new token ids of each prompt: up to ``max_new_tokens``, the last one possibly a token of
     ``stop``.
 
     Prompts may have different lengths; a row is what it would be alone. Random numbers follow from ``seed``
     and the number of the prompt, which is ``first`` for the first one, and not from the batch. A stop token
-    cannot come before ``min_new_tokens``. ``ends`` is called with a row's new tokens and may end the row.
-    ``on_tokens`` is called with each step's token of each row, ``None`` for a row that has ended. Without
-    ``cached`` the whole sequence is computed again for each token.
+    cannot come before ``min_new_tokens``. ``on_tokens`` is called with each step's token of each row,
+    ``None`` for a row that has ended, and may return the numbers of rows that end now; ``min_new_tokens``
+    binds them too. Without ``cached`` the whole sequence is computed again for each token.
 
     Collective: all ranks of the model's layout make the same call, and all get the same result. Data ranks
     may have their own prompts only if the weights are not sharded over them. Raises ``BadInput``.
@@ -113,7 +111,7 @@ def generate(
     device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
     tokens_BT, positions_BT = left_padded(prompts, device)
     longest = tokens_BT.shape[1]
-    room = positions_needed(longest, max_new_tokens)
+    room = longest + max_new_tokens - 1  # the last token is never read
 
     def new_caches() -> dict[int, KeyValueCache | None]:
         """Return a cache for each stage of this rank: a forward through a stage advances only its own."""
@@ -121,16 +119,20 @@ def generate(
             stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
         }
 
-    stages, caches = Stages(model, model.state, dtype=next(model.parameters()).dtype), new_caches()
+    dtype, caches = next(model.parameters()).dtype, new_caches()
+    stages = Stages(model, model.state, dtype=dtype, of_stage=lambda number: {"cache": caches[number]})
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    with _generating(model):
+    with evaluating(model, head_in_loss=False):
         read = 0
         for number in range(max_new_tokens):
-            logits_BV = _next_logits(stages, tokens_BT[:, read:], positions_BT[:, read:], caches)
+            samples = {"input_ids": tokens_BT[:, read:], "positions": positions_BT[:, read:]}
+            stages.fit(samples)
+            y = stages.forward(samples)
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
-            if logits_BV is not None:
+            if y is not None:
+                logits_BV = gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
                 uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
                 banned = stop if number < min_new_tokens else ()
                 new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
@@ -139,13 +141,11 @@ def generate(
                 last = layout.rank_of_stage(layout.stages - 1)
                 dist.broadcast(new_B, group=model.state.pipeline.group, group_src=last)
             step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
+            over = (on_tokens and on_tokens(step)) or ()
             for i, token in enumerate(step):
                 if token is not None:
                     texts[i].append(token)
-                    enough = number + 1 >= min_new_tokens
-                    ended[i] = token in stop or (enough and ends is not None and ends(texts[i]))
-            if on_tokens is not None:
-                on_tokens(step)
+                    ended[i] = token in stop or (number + 1 >= min_new_tokens and i in over)
             if all(ended):
                 break
             read = tokens_BT.shape[1] if cached else 0
@@ -168,37 +168,9 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
     return tokens, send((torch.arange(longest) - before).clamp(min=0), device)
 
 
-def _next_logits(
-    stages: Stages, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
-) -> Tensor | None:
-    """Return the last token's logits (B, V) on the last stage."""
-    samples, model = {"input_ids": tokens_BS, "positions": positions_BS}, stages.model
-    stages.fit(samples)
-    y = stages.forward(samples, lambda number: {"cache": caches[number]})
-    return None if y is None else gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
-
-
-@contextmanager
-def _generating(model: CausalLM) -> Iterator[None]:
-    """Set the model to return logits in evaluation mode, and restore it after the ``with`` block."""
-    training, in_loss = model.training, model.head_in_loss
-    model.eval()
-    model.head_in_loss = False
-    try:
-        yield
-    finally:
-        model.train(training)
-        model.head_in_loss = in_loss
-
-
-def positions_needed(longest: int, most: int) -> int:
-    """Return the positions of the longest prompt and its new tokens, the last of which is never read."""
-    return longest + most - 1
-
-
 def check_length(longest: int, most: int, positions: int) -> None:
     """Refuse a prompt of ``longest`` tokens and ``most`` new ones that need more positions than there are."""
-    needed = positions_needed(longest, most)
+    needed = longest + most - 1
     if needed > positions:
         expected = f"at most the model's {positions} positions"
         raise BadInput("generate", "prompt and new tokens", expected=expected, found=needed)

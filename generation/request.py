@@ -1,22 +1,24 @@
-"""Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes."""
+"""Run ``trilith generate``: prompts to ids, a model in its layout, text that the first rank writes. And
+``trilith chat``, on one device: each message is answered after all that was said before.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ..checkpoints import Source
-from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
+from ..data.text.tokenizer_loading import Message, Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState
-from ..runs.launch import device_words, own_rank
+from ..runs.launch import check_launch, device_here, device_words, own_rank, process_group
 from ..storage.disk import writing
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.output_places import check_output_file
@@ -29,6 +31,10 @@ from .text import Continuation, Prompt, prompt_ids
 
 if TYPE_CHECKING:
     from ..models import CausalLM
+
+
+#: The message that begins a new conversation.
+ANEW = "/new"
 
 
 @dataclass(frozen=True)
@@ -90,43 +96,6 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in token_ids if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Report the new tokens of all rows, and the seconds from the first prompt to the last token."""
-
-    tokens: int
-    seconds: float
-
-    def __str__(self) -> str:
-        rate = self.tokens / self.seconds
-        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"
-
-
-def continue_prompts(
-    request: Request,
-    prepared: Prepared,
-    state: ParallelState,
-    *,
-    on_text: Callable[[str], None] | None = None,
-    on_row: Callable[[Continuation], None] | None = None,
-) -> Figures:
-    """Generate for all prompts, on every rank. ``on_row`` is told each prompt's continuation when its batch
-    is done; ``on_text``, for a single prompt, its pieces as they come.
-    """
-    if request.batch < 1:
-        raise BadInput("generate", "batch", expected="at least 1", found=request.batch)
-    model = prepared.load(state)
-    began, tokens = time.perf_counter(), 0
-    for first in range(0, len(prepared.ids), request.batch):
-        rows = prepared.ids[first : first + request.batch]
-        most = request.max_new_tokens
-        for row in continue_rows(request, prepared, model, rows, first=first, most=most, on_text=on_text):
-            tokens += len(row.tokens)
-            if on_row is not None:
-                on_row(row)
-    return Figures(tokens, max(time.perf_counter() - began, 1e-9))
-
-
 def continue_rows(
     request: Request,
     prepared: Prepared,
@@ -143,9 +112,12 @@ def continue_rows(
     """
     continuations = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
 
-    def grow(step: list[int | None]) -> None:
-        if on_text is not None and step[0] is not None:
-            on_text(continuations[0].grow(step[0]))
+    def grow(step: list[int | None]) -> list[int]:
+        for row, token in zip(continuations, step, strict=True):
+            piece = "" if token is None else row.grow(token)
+            if on_text is not None:
+                on_text(piece)
+        return [number for number, row in enumerate(continuations) if row.end is not None]
 
     tokens = generate(
         model,
@@ -154,16 +126,61 @@ def continue_rows(
         min_new_tokens=request.min_new_tokens,
         sampling=request.sampling,
         stop=prepared.stop,
-        ends=partial(continuations[0].ends, least=request.min_new_tokens) if request.stop else None,
         seed=request.seed,
         first=first,
-        on_tokens=grow,
+        on_tokens=grow if request.stop or on_text is not None else None,  # it decodes each token
     )
-    for continuation, new in zip(continuations, tokens, strict=True):
-        continuation.close(new)
+    for row, row_tokens in zip(continuations, tokens, strict=True):
+        row.tokens = row_tokens
     if on_text is not None:
         on_text(continuations[0].rest())
     return continuations
+
+
+def converse(
+    request: Request,
+    lines: Iterable[str],
+    *,
+    write: Callable[[str], None],
+    note: Callable[[str], None],
+    device: str = "auto",
+) -> None:
+    """Answer each line as a user's message; ``write`` gets the pieces of the answers as they come.
+
+    The tokenizer's chat template writes the conversation. The request's prompts do not count. A blank line is
+    passed over. An answer has at most the tokens that the model's positions leave, and a message that leaves
+    none is not answered. ``BadInput`` before the weights are read if there is no template.
+    """
+    device = device_here(device)
+    check_launch(Layout(), device=device)
+    prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
+    positions = prepared.source.model_config.max_position_embeddings
+    with process_group(Layout(), device=device) as state:
+        model = prepared.load(state)
+        note(f"{request.source} on {device_words(device)}; {ANEW} begins anew, Ctrl-D ends")
+        messages: list[Message] = []
+        for number, line in enumerate(filter(str.strip, lines)):
+            if line.strip() == ANEW:
+                messages.clear()
+                continue
+            messages.append({"role": "user", "content": line})
+            ids = prompt_ids(
+                messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
+            )
+            room = positions + 1 - len(ids)  # the last token is never read
+            if room < 1:
+                messages.pop()
+                full = f"{len(ids)} tokens do not fit the model's {positions} positions"
+                note(f"the conversation is too long: {full}; not answered. {ANEW} begins anew")
+                continue
+            most = min(room, request.max_new_tokens)
+            (answer,) = continue_rows(request, prepared, model, [ids], first=number, most=most, on_text=write)
+            write("\n")
+            messages.append({"role": "assistant", "content": answer.text})
+            if answer.finish == "length" and most == request.max_new_tokens:
+                note(f"the answer is cut at {counted(most, 'token')}: --max-new-tokens allows more")
+            elif answer.finish == "length":
+                note(f"the conversation fills the model's {positions} positions: {ANEW} begins anew")
 
 
 def run_generation(
@@ -189,14 +206,32 @@ def run_generation(
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
 
     def work(prepared: Prepared, state: ParallelState, device: str) -> str:
-        first = own_rank() == 0
-        with _open(out, inputs, force) if out is not None and first else nullcontext() as file:
-            stream = _text_of_one(request, prepared, write) if first and file is None else None
-            on_row = _rows(request, file, write) if first and stream is None else None
-            done = continue_prompts(request, prepared, state, on_text=stream, on_row=on_row)
-            if stream is not None:
+        first, file, tokens = own_rank() == 0, None, 0
+        streams, most = first and out is None and len(prepared.ids) == 1, request.max_new_tokens
+        prompts = iter(request.prompts)
+        if request.batch < 1:
+            raise BadInput("generate", "batch", expected="at least 1", found=request.batch)
+        with ExitStack() as stack:
+            if out is not None and first:
+                path = stack.enter_context(output_file(out, ours=_is_ours, force=force, inputs=inputs))
+                file = stack.enter_context(path.open("w", encoding="utf-8"))
+            if streams and isinstance(request.prompts[0], str) and not request.chat:
+                write(request.prompts[0])
+            model, on_text = prepared.load(state), write if streams else None
+            began = time.perf_counter()
+            for start in range(0, len(prepared.ids), request.batch):
+                ids = prepared.ids[start : start + request.batch]
+                for row in continue_rows(
+                    request, prepared, model, ids, first=start, most=most, on_text=on_text
+                ):
+                    tokens += len(row.tokens)
+                    if first and not streams:
+                        _write_line(next(prompts), row, file, write)
+            seconds = max(time.perf_counter() - began, 1e-9)
+            if streams:
                 write("\n")
-        return f"{done} on {device_words(device)}"
+        rate = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+        return f"{rate} on {device_words(device)}"
 
     prepared, asked = partial(prepare, request, layout), sha256(repr(request).encode()).hexdigest()
     return run_on_ranks(
@@ -204,17 +239,8 @@ def run_generation(
     )
 
 
-@contextmanager
-def _open(out: Path, inputs: Sequence[Path], force: bool) -> Iterator[TextIO]:
-    with (
-        output_file(out, ours=_is_ours, force=force, inputs=inputs) as path,
-        path.open("w", encoding="utf-8") as file,
-    ):
-        yield file
-
-
 def _is_ours(seen: bytes) -> bool:
-    """Tell whether a file begins with a line such as ``_rows`` writes."""
+    """Tell whether a file begins with a line such as ``_write_line`` writes."""
     try:
         first = json.loads(seen.split(b"\n", 1)[0])
     except ValueError:
@@ -222,36 +248,13 @@ def _is_ours(seen: bytes) -> bool:
     return isinstance(first, dict) and [*first] == ["prompt", "text", "tokens", "finish"]
 
 
-def _text_of_one(
-    request: Request, prepared: Prepared, write: Callable[[str], None]
-) -> Callable[[str], None] | None:
-    """Return the writer of a single prompt's text; the prompt itself is written first, except in a chat."""
-    if len(prepared.ids) != 1:
-        return None
-    (prompt,) = request.prompts
-    if isinstance(prompt, str) and not request.chat:
-        write(prompt)
-    return write
-
-
-def _rows(
-    request: Request, file: TextIO | None, write: Callable[[str], None]
-) -> Callable[[Continuation], None]:
-    prompts = iter(request.prompts)
-
-    def line(row: Continuation) -> None:
-        record = {
-            "prompt": next(prompts),
-            "text": row.text,
-            "tokens": len(row.tokens),
-            "finish": row.finish,
-        }
-        text = json.dumps(record, ensure_ascii=False) + "\n"
-        if file is None:
-            write(text)
-        else:
-            with writing(Path(file.name)):
-                file.write(text)
-                file.flush()
-
-    return line
+def _write_line(prompt: Prompt, row: Continuation, file: TextIO | None, write: Callable[[str], None]) -> None:
+    """Write a prompt's continuation as a line of JSON, into ``file`` if there is one."""
+    record = {"prompt": prompt, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
+    text = json.dumps(record, ensure_ascii=False) + "\n"
+    if file is None:
+        write(text)
+    else:
+        with writing(Path(file.name)):
+            file.write(text)
+            file.flush()

@@ -2,7 +2,7 @@
 its stop text, in pieces that never have to be taken back.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from ..data.text.tokenizer_loading import Message, Tokenizer
@@ -72,8 +72,6 @@ def _is_message(message: object) -> bool:
 
 #: Decoding gives this for bytes that are not yet a whole character.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: A character has at most so many bytes, and so many tokens.
-_LONGEST_CHARACTER = 4
 
 
 class Continuation:
@@ -84,7 +82,7 @@ class Continuation:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, ids: Sequence[int], stop: Collection[int], texts: Sequence[str]
+        self, tokenizer: Tokenizer, ids: Sequence[int], stop: Set[int], texts: Sequence[str]
     ) -> None:
         self._tokenizer, self._ids, self._stop, self._texts = tokenizer, [*ids], stop, texts
         self._longest = max(map(len, texts), default=0)
@@ -94,28 +92,10 @@ class Continuation:
         self._settled = 0  # so much of the text no further token changes
         self._context, self._alone = self._ids, ""  # what new tokens are decoded with, and its settled text
         self._open, self._whole = list[int](), 0  # the tokens behind it; so many of them end with a character
-        self._end: int | None = None
+        #: Where the first stop text begins, once one is complete.
+        self.end: int | None = None
         self._said = 0
         self.tokens: list[int] = []
-
-    def ends(self, tokens: Sequence[int], *, least: int = 0) -> bool:
-        """Tell whether the last of these new tokens completes a stop text.
-
-        Up to ``least`` tokens, with which a row does not end, nobody has asked: all of the text is looked at.
-        """
-        settled, start = len(tokens) - _LONGEST_CHARACTER, 0
-        count = self._longest + _LONGEST_CHARACTER
-        while len(tokens) > least and (start := settled - count) > 0:
-            while start and tokens[start] in self._tokenizer.byte_ids:
-                start -= 1
-            text = self._tokenizer.decode([*tokens[start:settled]]).rstrip(_UNFINISHED)
-            if len(text) >= self._longest + _LONGEST_CHARACTER:
-                break
-            count *= 2
-        start = max(start, 0)
-        # Its first characters may be halves of some, or lack a space.
-        text = self._tokenizer.decode([*tokens[start:]])[_LONGEST_CHARACTER if start else 0 :]
-        return any(stop in text for stop in self._texts)
 
     def grow(self, token: int) -> str:
         """Add one token; return the text that may be shown now and was not shown before."""
@@ -124,15 +104,15 @@ class Continuation:
             return ""
         self._open.append(token)
         text = self._tokenizer.decode(self._context + self._open)
+        seen = self._seen[: self._settled] + text[len(self._alone) :]
+        first = max(self._before, self._settled - self._longest)
+        ends = [at for stop in self._texts if (at := seen.find(stop, first)) >= 0]
+        self.end = min(ends if self.end is None else [self.end, *ends], default=None)
         if text.endswith(_UNFINISHED):
             return ""
-        self._seen = self._seen[: self._settled] + text[len(self._alone) :]
-        first = max(self._before, self._settled - self._longest)
-        ends = [at for stop in self._texts if (at := self._seen.find(stop, first)) >= 0]
-        if ends:
-            self._end = min(ends) if self._end is None else min(self._end, *ends)
+        self._seen = seen
         self._settle()
-        end = (len(self._seen) if self._end is None else self._end) - self._before
+        end = (len(self._seen) if self.end is None else self.end) - self._before
         # The end may be the beginning of a stop text.
         shown = max(end - max(self._longest - 1, 0), self._said)
         piece, self._said = self._seen[self._before :][self._said : shown], shown
@@ -148,10 +128,6 @@ class Continuation:
             self._context, self._alone = last, alone
             self._open, self._whole, self._settled = [], 0, len(self._seen)
 
-    def close(self, tokens: Sequence[int]) -> None:
-        """Set all tokens of the row."""
-        self.tokens = [*tokens]
-
     def rest(self) -> str:
         """Return the text that was not shown yet, once no more tokens will come."""
         piece, self._said = self.text[self._said :], len(self.text)
@@ -160,9 +136,7 @@ class Continuation:
     @property
     def finish(self) -> str:
         """Return why the row ended: ``stop`` or ``length``."""
-        tokens = self.tokens
-        ended = tokens and (tokens[-1] in self._stop or self.ends(tokens, least=len(tokens)))
-        return "stop" if ended else "length"
+        return "stop" if self.end is not None or not self._stop.isdisjoint(self.tokens[-1:]) else "length"
 
     @property
     def text(self) -> str:

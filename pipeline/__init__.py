@@ -14,6 +14,7 @@ from .schedule_kinds import check_recomputation as check_recomputation
 from .schedule_kinds import check_schedule as check_schedule
 from .schedule_kinds import schedule_kind as schedule_kind
 from .stages import Stages as Stages
+from .stages import evaluating as evaluating
 from .timetable import Timed as Timed
 from .timetable import Timetable as Timetable
 from .timetable import layout_of as layout_of

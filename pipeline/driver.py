@@ -1,4 +1,4 @@
-"""Run one stage of a pipeline under torch's schedules, with parameters sharded over the data axes or not.
+"""Run a rank's stages of a pipeline under torch's schedules, with parameters sharded over data ranks or not.
 
 Torch's own stage keeps whole gradients until the last micro-batch, and wants gathered weights to stay. Here
 FSDP's hooks gather and drop a block at a time, as without a pipeline (``zero`` 3), and gradients are summed
@@ -13,36 +13,37 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
+from ..layers import recomputes_operators
+from ..parallel_state import ParallelState
 from ..parallel_state.engine import (
     ForwardOrder,
+    accelerator,
     compute_weight_gradients,
     computed_with,
+    end_backward,
     fsdp_modules,
     gather_weights,
     in_one_backward,
+    is_sharded,
     left_alone,
     sum_gradients,
 )
+from .relay import Travels, greet
+from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 
 
 class StageModule(nn.Module):
     """Hold what a stage computes with: its ``forward``, and the modules whose parameters it uses.
 
     ``root``: the module that FSDP was applied to, if it was. It is the whole model, of which each stage on
-    this rank is a view, or the one module itself. ``uses_root``: whether the stage computes with parameters
-    of the root itself.
+    this rank is a view, or the one module itself.
     """
 
     def __init__(
-        self,
-        forward: Callable[..., Tensor],
-        uses: Sequence[nn.Module],
-        root: FSDPModule | None = None,
-        *,
-        uses_root: bool = True,
+        self, forward: Callable[..., Tensor], uses: Sequence[nn.Module], root: FSDPModule | None = None
     ) -> None:
         super().__init__()
         self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
@@ -50,6 +51,7 @@ class StageModule(nn.Module):
         #: What FSDP shards of this stage alone, and with the root, which several stages may share.
         self.own = [sharded for module in uses for sharded in fsdp_modules(module) if sharded is not root]
         roots = [] if root is None else [root]
+        uses_root = not all(is_sharded(module) and module is not root for module in uses)
         self.sharded = [*self.own, *(roots if uses_root else [])]
         #: What FSDP's hooks would gather although this stage computes without it.
         self.unused = [] if uses_root else roots
@@ -62,7 +64,7 @@ class StageModule(nn.Module):
         yield from dict.fromkeys((*super().parameters(recurse), *computed_with(self.sharded)))
 
 
-class DrivenStage(PipelineStage):
+class DrivenStage(pipelining.PipelineStage):
     """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last.
 
     ``trains_all``: whether every micro-batch gives every trained parameter of a block a gradient. If so,
@@ -73,18 +75,18 @@ class DrivenStage(PipelineStage):
         self,
         module: StageModule,
         number: int,
-        stages: int,
-        device: torch.device,
+        state: ParallelState,
+        takes: Travels,
+        gives: Travels,
         *,
-        takes: Tensor,
-        gives: Tensor,
-        group: dist.ProcessGroup,
-        zero: int,
         trains_all: bool,
     ) -> None:
-        super().__init__(module, number, stages, device, input_args=takes, output_args=gives, group=group)
+        zero, self._takes, self._gives = state.layout.zero, takes.meta(), gives.meta()
+        super().__init__(
+            module, number, state.layout.stages, state.device, group=state.pipeline.group,
+            input_args=self._takes, output_args=self._gives,
+        )  # fmt: skip
         self.args_recv_info, self.grad_recv_info = _WithoutMemory(), _WithoutMemory()
-        self._takes, self._gives = takes, gives
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
         self.replicas_wait = module.own if trains_all else []
         self._order = ForwardOrder(module.root[0]) if self.gathers_each and module.root else None
@@ -218,3 +220,77 @@ def _free(infos: Sequence[Any]) -> None:
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty(0)
+
+
+#: Torch's class of each schedule.
+SCHEDULE_CLASSES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+
+
+class Pipeline:
+    """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks.
+
+    ``name`` is the schedule over this rank's ``stages``, those that ``layout.stages_of`` numbers. Each stage
+    of the model takes one tensor like its entry of ``travels``, and gives one like the next entry. The last
+    gives the first argument of ``loss(given, target)``, which returns the micro-batch's share of the step's
+    loss. ``trains_all``: see ``DrivenStage``.
+
+    Raises ``BadInput`` for an unknown name, and for micro-batches or stages that the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        name: str,
+        microbatches: int,
+        travels: Sequence[Travels],
+        state: ParallelState,
+        trains_all: bool = False,
+    ) -> None:
+        check_schedule(name, state.layout, microbatches)
+        if any(recomputes_operators(module) for stage in stages for module in stage.modules()):
+            check_recomputation(name, "selective")
+        driven = [
+            DrivenStage(stage, number, state, *travels[number : number + 2], trains_all=trains_all)
+            for stage, number in zip(stages, state.layout.stages_of(state.at.pipeline), strict=True)
+        ]
+        several = schedule_kind(name).virtual_stages > 1
+        # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
+        self._schedule = SCHEDULE_CLASSES[name](
+            driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
+        )
+        self._zero = state.layout.zero
+        self._roots = [*dict.fromkeys(root for stage in stages for root in stage.root or ())]
+        if accelerator.is_accelerator(state.device):
+            greet(neighbours(state), state.pipeline.group, state.device)
+
+    def step(self, *inputs: Tensor, target: Tensor | None = None, **keywords: Any) -> None:
+        """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
+
+        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` is the loss function's,
+        on the rank with the last; ``keywords`` go to every stage's forward by name. Gradients are in
+        ``.grad``, added to what was there, summed over the data ranks.
+        """
+        for root in self._roots:  # gathered weights stay until the end, or with ZeRO 3 while their block runs
+            root.set_is_last_backward(False)
+            root.set_reshard_after_backward(self._zero == 3)
+            root.set_requires_gradient_sync(False)
+        self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
+        for root in self._roots:  # sum the gradients that are not summed yet, and free all gathered weights
+            end_backward(root)
+
+
+def neighbours(state: ParallelState) -> list[int]:
+    """Return the other pipeline ranks whose stages come before or after one of this rank's, in order."""
+    layout, here = state.layout, state.at.pipeline
+    beside = {number + step for number in layout.stages_of(here) for step in (-1, 1)}
+    ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
+    return sorted(ranks - {here})

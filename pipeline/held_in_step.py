@@ -45,87 +45,76 @@ class Instant(NamedTuple):
 #: the one that it computes; for each, those of them whose first part of the backward is done; messages; and
 #: whether the instant is in the second half of the step.
 _Row = tuple[int, ...]
-#: Different rows of each kind of action, stage, and ``absent``, in order.
+#: A kind of action, a stage, and ``absent``.
 _Key = tuple[Kind, int, tuple[int, ...]]
-_Found = dict[_Key, dict[_Row, None]]
 
 
-def heaviest(
-    name: str, layout: Layout, micro_batches: int, rank: int,
-    whole: Sequence[float], halfway: Sequence[float], message: float,
-) -> list[Instant]:  # fmt: skip
-    """Return the instants of a pipeline rank that hold most bytes, one for each kind of action and stage; and
-    those at which gradients are still absent, if they hold more.
+class HeldInStep:
+    """Weigh what a pipeline rank holds at the instants of a step.
 
     ``whole``, ``halfway``: for each stage of the rank, the bytes of a micro-batch's activations and those
     added by the first part of its backward. ``message``: the bytes of a message.
     """
-    rows, weights, further = _weighed(name, layout, micro_batches, rank, whole, halfway, message)
-    nbytes = rows.counts @ weights
-    instants = list[Instant]()
-    with_all = dict[tuple[Kind, int], float]()
-    for (kind, stage, absent), start, stop in rows.groups:
-        number = start + int(nbytes[start:stop].argmax())
-        *_, messages, late = rows.each[number]
-        instants.append(Instant(kind, stage, float(nbytes[number]), messages + further * late, absent))
-        if not absent:
-            with_all[kind, stage] = instants[-1].bytes
-    return [
-        instant
-        for instant in instants
-        if not instant.absent
-        or micro_batches == 2  # of which the last one differs from the first in other things, too
-        or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
-    ]
 
+    def __init__(
+        self, name: str, layout: Layout, micro_batches: int, rank: int,
+        whole: Sequence[float], halfway: Sequence[float], message: float,
+    ) -> None:  # fmt: skip
+        pipeline, few = layout.pipeline, micro_batches
+        if pipeline > 1 and name not in _ONE_STAGE:
+            # Rounds in the middle of a step are all alike; of three, one begins in the second half.
+            few = min(few, 3 * pipeline + few % pipeline)
+        self._rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
+        self._here, self._micro_batches = layout.stages_of(rank), micro_batches
+        #: How many messages are sent for the others, which have been kept by the second half.
+        self._further = (micro_batches - few) * self._rows.sends
+        self._weights = np.array([*whole, *halfway, message, self._further * message])
 
-def last_backwards(
-    name: str, layout: Layout, micro_batches: int, rank: int,
-    whole: Sequence[float], halfway: Sequence[float], message: float,
-) -> list[Instant]:  # fmt: skip
-    """Return what a pipeline rank holds in the last backward of each of its stages, with the arguments of
-    ``heaviest``. Gradients that are summed over data ranks once a step are summed then.
-    """
-    rows, weights, further = _weighed(name, layout, micro_batches, rank, whole, halfway, message)
-    nbytes = rows.last @ weights
-    here = layout.stages_of(rank)
-    places = [here.index(stage) for _, stage, _ in rows.last_of]
-    return [
-        Instant(
-            *(kind, stage, float(nbytes[number]), int(rows.last[number, -2]) + further, absent),
-            summed=tuple(sorted(places[:number])),
-        )
-        for number, (kind, stage, absent) in enumerate(rows.last_of)
-    ]
+    def heaviest(self) -> list[Instant]:
+        """Return the instants that hold most bytes, one for each kind of action and stage; and those at which
+        gradients are still absent, if they hold more.
+        """
+        rows, instants = self._rows, list[Instant]()
+        nbytes = rows.counts @ self._weights
+        with_all = dict[tuple[Kind, int], float]()
+        for (kind, stage, absent), part in rows.of.items():
+            number = part.start + int(nbytes[part].argmax())
+            *_, messages, late = rows.each[number]
+            size = float(nbytes[number])
+            instants.append(Instant(kind, stage, size, messages + self._further * late, absent))
+            if not absent:
+                with_all[kind, stage] = size
+        return [
+            instant
+            for instant in instants
+            if not instant.absent
+            or self._micro_batches == 2  # of which the last one differs from the first in other things, too
+            or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
+        ]
+
+    def last_backwards(self) -> list[Instant]:
+        """Return what the rank holds in the last backward of each of its stages. Gradients that are summed
+        over data ranks once a step are summed then.
+        """
+        nbytes = np.array([row for _, row in self._rows.last], dtype=float) @ self._weights
+        instants, summed = list[Instant](), list[int]()
+        for size, ((kind, stage, absent), row) in zip(nbytes.tolist(), self._rows.last, strict=True):
+            ended = tuple(sorted(summed))
+            instants.append(Instant(kind, stage, size, row[-2] + self._further, absent, ended))
+            summed.append(self._here.index(stage))
+        return instants
 
 
 class _Rows(NamedTuple):
-    """Hold the rows of a rank, also as an array; where those of each kind and stage start and stop; how many
-    messages the rank sends for a micro-batch; and the rows of the ``last`` backward of each stage.
+    """Hold the rows of a rank, also as an array; where those of each key are; those of the ``last`` backward
+    of each stage; and how many messages the rank sends for a micro-batch.
     """
 
     each: list[_Row]
     counts: NDArray[np.float64]
-    groups: list[tuple[_Key, int, int]]
+    of: dict[_Key, slice]
+    last: list[tuple[_Key, _Row]]
     sends: int
-    last: NDArray[np.float64]
-    last_of: list[_Key]
-
-
-def _weighed(
-    name: str, layout: Layout, micro_batches: int, rank: int,
-    whole: Sequence[float], halfway: Sequence[float], message: float,
-) -> tuple[_Rows, NDArray[np.float64], int]:  # fmt: skip
-    """Return a rank's rows in a step of few micro-batches, what each of their counts weighs, and how many
-    messages are sent for the others, which have been kept by the second half.
-    """
-    pipeline, few = layout.pipeline, micro_batches
-    if pipeline > 1 and name not in _ONE_STAGE:
-        # Rounds in the middle of a step are all alike; of three, one begins in the second half.
-        few = min(few, 3 * pipeline + few % pipeline)
-    rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
-    further = (micro_batches - few) * rows.sends
-    return rows, np.array([*whole, *halfway, message, further * message]), further
 
 
 @lru_cache(maxsize=1024)
@@ -133,17 +122,18 @@ def _rows(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
 ) -> _Rows:
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    rows_of: _Found = {}
+    rows_of: dict[_Key, dict[_Row, None]] = {}
     last: dict[int, tuple[_Key, _Row]] = {}
     if pipeline == 1 or name in _ONE_STAGE:
         instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
+        comes = int(rank < pipeline - 1)
         for whole, sent, absent in instants:
-            rows_of["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
-        if rank == pipeline - 1:
+            rows_of["B", rank, absent] = {(whole, 0, sent + comes, 0): None}
+        if not comes:
             whole, sent, absent = instants[0] if pipeline > 1 and name == "gpipe" else instants[-1]
             rows_of["F", rank, absent] = {(whole, 0, sent, 0): None}
         sent = (micro_batches - 1 if name == "gpipe" else 1) * (rank > 0)
-        last[rank] = ("B", rank, ()), (1, 0, sent + (rank < pipeline - 1), 0)
+        last[rank] = ("B", rank, ()), (1, 0, sent + comes, 0)
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
         for key, row in _states(events, layout, rank):
@@ -151,15 +141,14 @@ def _rows(
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones
                 last[key[1]] = key, row
-    each, groups = list[_Row](), list[tuple[_Key, int, int]]()
+    each, of = list[_Row](), dict[_Key, slice]()
     for key, alike in rows_of.items():
-        groups.append((key, len(each), len(each) + len(alike)))
+        of[key] = slice(len(each), len(each) + len(alike))
         each += alike
     here = layout.stages_of(rank)
     borders = [other for stage in here for other in (stage - 1, stage + 1)]
     sends = sum(0 <= border < layout.stages and border not in here for border in borders)
-    at_last = np.array([row for _, row in last.values()], dtype=float)
-    return _Rows(each, np.array(each, dtype=float), groups, sends, at_last, [key for key, _ in last.values()])
+    return _Rows(each, np.array(each, dtype=float), of, [*last.values()], sends)
 
 
 #: The micro-batches that a rank holds at an instant, the sent messages that it keeps then, and ``absent``.

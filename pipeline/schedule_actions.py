@@ -47,29 +47,28 @@ class _Order:
         self._next: Counter[tuple[bool, int]] = Counter()
         self._waiting: list[Action] = []  # whose weights have no gradient yet
 
-    def add(self, kind: Kind, stage: int, *, paired: bool = False) -> None:
-        """Add a forward, or the first or only part of a backward."""
-        side = kind == "F", stage
-        action = Action(kind, stage, self._next[side], paired)
-        self._next[side] += 1
-        self.actions.append(action)
-        if kind == "I":
-            self._waiting.append(action)
+    def add(self, *steps: tuple[Kind, int | None], times: int = 1, paired: bool = False) -> None:
+        """Add actions, each a kind and a stage, so many times in a row; ``paired``: the first of them is.
 
-    def weights(self, stage: int | None = None) -> None:
-        """Add the second part of the oldest backward that lacks it, of this stage or of any, if there is
-        one.
+        ``W`` is the second part of the oldest backward that lacks it, of this stage or of any (``None``), if
+        there is one.
         """
-        for place, action in enumerate(self._waiting):
-            if stage in (None, action.stage):
-                del self._waiting[place]
-                self.actions.append(Action("W", action.stage, action.micro_batch))
-                return
-
-    def both(self, stage: int) -> None:
-        """Add both parts of a stage's backward, one after the other."""
-        self.add("I", stage)
-        self.weights(stage)
+        for _ in range(times):
+            for number, (kind, stage) in enumerate(steps):
+                if kind == "W":
+                    for place, (_, waiting, micro_batch, _) in enumerate(self._waiting):
+                        if stage in (None, waiting):
+                            del self._waiting[place]
+                            self.actions.append(Action("W", waiting, micro_batch))
+                            break
+                    continue
+                assert stage is not None
+                side = kind == "F", stage
+                action = Action(kind, stage, self._next[side], paired and not number)
+                self._next[side] += 1
+                self.actions.append(action)
+                if kind == "I":
+                    self._waiting.append(action)
 
 
 def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
@@ -77,19 +76,9 @@ def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     return [Action(kind, rank, micro_batch) for kind in _WHOLE for micro_batch in range(count)]
 
 
-def one_forward_one_backward(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
-    """Return 1F1B (Narayanan et al. 2019): as many forwards as ranks follow, then a backward for each."""
-    ahead = min(ranks - rank, count)
-    order = [Action("F", rank, micro_batch) for micro_batch in range(ahead)]
-    for micro_batch in range(count):
-        order.append(Action("B", rank, micro_batch))
-        if ahead + micro_batch < count:
-            order.append(Action("F", rank, ahead + micro_batch))
-    return order
-
-
 def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool = False) -> list[Action]:
-    """Return 1F1B over several stages of a rank (Narayanan et al. 2021), each for one round of micro-batches.
+    """Return 1F1B (Narayanan et al. 2019): as many forwards as ranks follow, then a backward for each; over
+    several stages of a rank (Narayanan et al. 2021) each stage for one round of micro-batches.
 
     ``apart``: with backwards in two parts (ZB1P of Qi et al. 2023), of which the second comes later.
     """
@@ -100,50 +89,36 @@ def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool =
         turn = number // each % own
         return (own - 1 - turn if back else turn) * ranks + rank
 
-    ahead = min((own - 1) * each + (1 if apart else 2) * (ranks - 1 - rank), total)
-    for number in range(ahead):
-        order.add("F", stage(number, back=False))
-    for number in range(total):
+    ahead = (own - 1) * each + (2 if own > 1 and not apart else 1) * (ranks - 1 - rank)
+    for number in range(-ahead, total):
         if ahead + number < total:
-            order.add("F", stage(ahead + number, back=False))
-        order.add("I" if apart else "B", stage(number, back=True))
+            order.add(("F", stage(ahead + number, back=False)))
+        if number >= 0:
+            order.add(("I" if apart else "B", stage(number, back=True)))
         if number >= rank:
-            order.weights()
-    for _ in range(rank):
-        order.weights()
+            order.add(("W", None))
+    order.add(("W", None), times=rank)
     return order.actions
 
 
 def zbv(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return ZB-V (Qi et al. 2023, section 6) over the two stages of a rank on a V."""
     order, down, up = _Order(), rank, stages - 1 - rank
-    add, both, most = order.add, order.both, max(stages - 1, count)
-    for _ in range(2 * (ranks - rank) - 1):
-        add("F", down)
-    for _ in range(rank):
-        add("F", up)
-        add("F", down)
-    for _ in range(ranks - rank):
-        add("F", up)
-        both(up)
+    add, after, most = order.add, ranks - rank, max(stages - 1, count)
+    add(("F", down), times=2 * after - 1)
+    add(("F", up), ("F", down), times=rank)
+    add(("F", up), ("I", up), ("W", up), times=after)
     began, ended = stages - rank - 1, ranks
     while ended < began or began < most:
         if began < most:
-            add("F", down)
+            add(("F", down))
             began += 1
-        both(down)
-        add("F", up)
-        both(up)
+        add(("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
         ended += 1
-    for _ in range(rank):
-        add("I", down)
-        add("I", up)
-    for _ in range(ranks - rank):
-        add("I", down)
-        order.weights(down)
-    for stage in (up, down):
-        for _ in range(most):
-            order.weights(stage)
+    add(("I", down), ("I", up), times=rank)
+    add(("I", down), ("W", down), times=after)
+    add(("W", up), times=most)
+    add(("W", down), times=most)
     # With few micro-batches the same order stands, with gaps.
     return [action for action in order.actions if action.micro_batch < count]
 
@@ -152,43 +127,30 @@ def dualpipev(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return DualPipeV (DeepSeek-AI 2024, cut in half): pairs of a forward and a backward."""
     order, down, up = _Order(), rank, stages - 1 - rank
     add, after = order.add, ranks - rank - 1
-
-    def pair(forward: int, backward: int, *, paired: bool = True) -> None:
-        add("F", forward, paired=paired)
-        add("B", backward)
-
-    for _ in range(2 * after):
-        add("F", down)
-    for _ in range(rank + 1):
-        add("F", down)
-        add("F", up)
-    for _ in range(after):
-        order.both(up)
-        add("F", up)
+    add(("F", down), times=2 * after)
+    add(("F", down), ("F", up), times=rank + 1)
+    add(("I", up), ("W", up), ("F", up), times=after)
     for number in range(count - stages + rank + 1):
-        pair(down, up, paired=number > 0 or after > 0)
-        pair(up, down)
+        add(("F", down), ("B", up), paired=number > 0 or after > 0)
+        add(("F", up), ("B", down), paired=True)
     for _ in range(after):
-        add("B", up)
-        pair(up, down)
+        add(("B", up))
+        add(("F", up), ("B", down), paired=True)
     kind: Kind = "B"
     for number in range(rank + 1):
         for stage, odd in ((up, 1), (down, 0)):
             if number == (rank + 1) // 2 and rank % 2 == odd:
                 kind = "I"
-            add(kind, stage)
-    for _ in range(after):
-        order.weights()
-        add(kind, down)
-    for _ in range(rank + 1):
-        order.weights()
+            add((kind, stage))
+    add(("W", None), (kind, down), times=after)
+    add(("W", None), times=rank + 1)
     return order.actions
 
 
 #: Each returns a rank's actions, given the numbers of ranks, stages and micro-batches and the rank's number.
 ORDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
+    "1f1b": interleaved,
     "interleaved": interleaved,
     "interleaved-zero-bubble": partial(interleaved, apart=True),
     "zbv": zbv,

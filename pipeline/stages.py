@@ -6,7 +6,8 @@ What goes between stages follows from ``hidden_shape`` of the model, or from a t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,7 @@ from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
 if TYPE_CHECKING:
-    from .driver import StageModule
-    from .runner import Pipeline
+    from .driver import Pipeline, StageModule
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
@@ -38,11 +38,20 @@ class Stages:
     - ``hidden_shape(first input)``: the shape of what each stage sends, in ``dtype``; else a trial run;
     - ``uses(stage)``: the modules whose parameters a stage computes with; else all;
     - ``trains_all``: whether each forward uses all parameters of its stage; else not.
+
+    ``of_stage(number)``: further keywords of one stage, asked for at each of its runs.
     """
 
-    def __init__(self, model: nn.Module, state: ParallelState, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: ParallelState,
+        *,
+        dtype: torch.dtype | None = None,
+        of_stage: Callable[[int], Mapping[str, Any]] = lambda number: {},
+    ) -> None:
         self.model: Any = model
-        self.state, self.dtype = state, dtype
+        self.state, self.dtype, self._of_stage = state, dtype, of_stage
         self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
         self.first_input: str | None = getattr(model, "first_input", None)
         if self.first_input is None and hasattr(model, "hidden_shape"):
@@ -139,39 +148,30 @@ class Stages:
                 )  # fmt: skip
         return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
-    def run_stage(
-        self,
-        number: int,
-        x: Tensor | None,
-        micro_batch: Samples,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run_stage(self, number: int, x: Tensor | None, micro_batch: Samples) -> Any:
         """Return the model's output of its last stage, and of others what is sent for one micro-batch.
 
         ``x``: what the stage before has sent; ``None`` for the first stage.
         """
         received = () if x is None else split_sent(x, self.outputs[number - 1])
-        made = self._run(number, received, micro_batch, extra)
+        made = self._run(number, received, micro_batch)
         return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made))
 
-    def forward(
-        self, micro_batch: Samples, of_stage: Callable[[int], Mapping[str, Any]] = lambda number: {}
-    ) -> Any:
+    def forward(self, micro_batch: Samples) -> Any:
         """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
 
-        ``of_stage(number)``: further keywords of one stage. Collective over the pipeline. In a pipeline
-        ``fit`` comes first.
+        Collective over the pipeline, in which ``fit`` comes first.
         """
         layout, here, x = self.state.layout, self.state.at.pipeline, None
         if layout.pipeline == 1:
-            return self._run(0, (), {**micro_batch}, of_stage(0))
+            return self._run(0, (), micro_batch)
         group = self.state.pipeline.group
         for number in self.parts:
             if number and (before := layout.rank_of_stage(number - 1)) != here:
                 sent = sent_as(self.outputs[number - 1])
                 x = torch.empty(sent.shape, dtype=sent.dtype, device=self.state.device)
                 exchange([(dist.irecv, x, before)], group)
-            output = self.run_stage(number, x if number else None, micro_batch, of_stage(number))
+            output = self.run_stage(number, x if number else None, micro_batch)
             if number == layout.stages - 1:
                 return output
             x = output.to(self.outputs[number][0].dtype)
@@ -188,15 +188,14 @@ class Stages:
         """
         count = len(next(iter(samples.values())))
         if self._pipeline is None:
-            from .runner import Pipeline  # imports torch's compiler: half a second
+            from .driver import Pipeline  # imports torch's compiler: half a second
 
             self._pipeline = Pipeline(
                 [self._module(number) for number in self.parts],
                 self._loss_of,
                 name=schedule,
                 microbatches=count // micro_batch,
-                entry=Travels((micro_batch,), torch.int64),
-                travels=[sent_as(output) for output in self.outputs],
+                travels=[Travels((micro_batch,), torch.int64), *map(sent_as, self.outputs)],
                 state=self.state,
                 trains_all=getattr(self.model, "trains_all", False),
             )
@@ -228,17 +227,9 @@ class Stages:
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]
-        root = model if is_sharded(model) else None
-        own = all(is_sharded(module) and module is not root for module in modules)
-        return StageModule(forward, modules, root, uses_root=not own)
+        return StageModule(forward, modules, model if is_sharded(model) else None)
 
-    def _run(
-        self,
-        number: int,
-        received: tuple[Tensor, ...],
-        samples: Samples,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _run(self, number: int, received: tuple[Tensor, ...], samples: Samples) -> Any:
         if self._seed is not None:
             torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
             self._runs[number] += 1
@@ -247,7 +238,20 @@ class Stages:
             keywords["stage"] = part
         if not number and self.first_input is not None:
             received = (samples[self.first_input],)
-        return self.model(*received, **keywords, **(extra or {}))
+        return self.model(*received, **keywords, **self._of_stage(number))
+
+
+@contextmanager
+def evaluating(model: nn.Module, **settings: Any) -> Iterator[None]:
+    """Turn dropout off for the ``with`` block, and let the model's attributes be those of ``settings``."""
+    training, before = model.training, {name: getattr(model, name) for name in settings}
+    model.eval()
+    vars(model).update(settings)
+    try:
+        yield
+    finally:
+        model.train(training)
+        vars(model).update(before)
 
 
 def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:

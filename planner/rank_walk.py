@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from ..pipeline.held_in_step import Instant, heaviest, last_backwards
+from ..pipeline.held_in_step import HeldInStep, Instant
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
 from .rank_gradients import Peak, RankGradients, gathered_bytes
@@ -56,10 +56,10 @@ class RankWalk:
         work, self.here, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
         whole, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
         message = work.between_blocks if self.cut else 0
-        asked = work.schedule, work.layout, work.micro_batches, number, whole, halfway, message
-        instants = [(instant, self._is_last(instant)) for instant in heaviest(*asked)]
+        step = HeldInStep(work.schedule, work.layout, work.micro_batches, number, whole, halfway, message)
+        instants = [(instant, self._is_last(instant)) for instant in step.heaviest()]
         if work.micro_batches > 1 and self.gradients.in_last:
-            ends = last_backwards(*asked) if self.cut else [each for each, _ in instants if each.kind == "B"]
+            ends = step.last_backwards() if self.cut else [each for each, _ in instants if each.kind == "B"]
             instants = [(each, last) for each, last in instants if not last or each.kind in "FI"]
             instants += [(end, True) for end in ends]
         for instant, last in instants:

@@ -119,7 +119,7 @@ WAITS = (
     Wait("checkpoints/load.py: fill", "upload", _STATE),
     Wait("checkpoints/rank_files.py: write_file", "read", _STATE),
     Wait("training/evaluation.py: Evaluator.__call__", "read", "the loss on held-out tokens"),
-    Wait("training/parameter_norms.py: Norms._measure", "read", "the norms, in steps that ask for them"),
+    Wait("training/parameter_norms.py: NormLog._summed", "read", "the norms, in steps that ask for them"),
     Wait("generation/generate.py: left_padded", "upload", "the prompts"),
     Wait("generation/generate.py: generate", "upload", "each token's random numbers"),
     Wait("generation/generate.py: generate", "read", "each token, which may end the text"),
@@ -128,8 +128,8 @@ WAITS = (
         "upload",
         "before torch 2.13: the number of a stage, which neighbours exchange",
     ),
-    Wait("pipeline/runner.py: Pipeline.step", "upload", _VOTE),
-    Wait("pipeline/runner.py: Pipeline.step", "read", _VOTE, gives=_static),
+    Wait("pipeline/driver.py: Pipeline.step", "upload", _VOTE),
+    Wait("pipeline/driver.py: Pipeline.step", "read", _VOTE, gives=_static),
 )
 
 

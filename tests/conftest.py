@@ -30,7 +30,7 @@ if os.environ.get("TRILITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or recipes that leave `device` open would train on a GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of lanes, and of processes that tests start
 #: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
-PRELOAD = ["pytest", "trilith.cli.app", "trilith.pipeline.runner", "support.short_runs"]
+PRELOAD = ["pytest", "trilith.cli.app", "trilith.pipeline.driver", "support.short_runs"]
 BEGIN = time.monotonic()
 settings.register_profile(draws.ALL, deadline=None, derandomize=True)
 settings.register_profile("trilith", settings.get_profile(draws.ALL), max_examples=50)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import ProfilerActivity, profile
 
 from ..parallel_state.engine import accelerator
-from ..recipes.sections import WatchSection
 from ..runs.events import Events, last_recipe, plain_recipe, recipe_changes
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.trackers import Tracker, Trackers
@@ -143,62 +142,34 @@ class Traces(Callback):
         recorded.export_chrome_trace(str(self.folder / f"step-{step:08d}.rank-{self.rank:05d}.json"))
 
 
-class MetricsLog(Callback):
-    """Write ``metrics.jsonl``, and hand its figures to trackers, those of the recipe and ``others``, from the
-    first step that they do not have.
-    """
-
-    def __init__(self, watch: WatchSection, others: Sequence[Tracker]) -> None:
-        self.watch, self.others = watch, others
-        self._log: StepLog | None = None
-        self._trackers: Trackers | None = None
-
-    def begin(self, trainer: Trainer, start: int) -> None:
-        if not trainer.first:
-            return
-        self._log = StepLog(trainer.out / "metrics.jsonl", start=start)
-        if self.watch.trackers or self.others:
-            recipe = plain_recipe(trainer.recipe.model_dump(mode="json", by_alias=True))
-            self._trackers = Trackers(
-                self.watch.trackers, self.others, trainer.out, project=self.watch.project, recipe=recipe,
-                start=start, logged=self._log.logged, say=trainer.terminal.say,
-            )  # fmt: skip
-
-    def after(self, metrics: StepMetrics) -> None:
-        figures = metrics.line()
-        if self._log is not None:
-            self._log.write(figures)
-        self.track(figures.pop("step") + 1, figures)  # the step is no curve
-
-    def track(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Hand over the numbers known after ``step`` steps."""
-        if self._trackers is not None:
-            self._trackers.log(step, figures)
-
-    def close(self, error: BaseException | None) -> None:
-        for log in (self._log, self._trackers):
-            if log is not None:
-                log.close()
-
-
-class EventLog(Callback):
-    """Note in ``events.jsonl`` how a run begins and ends, and each save.
+class RunFiles(Callback):
+    """Write a run's files on its first rank: ``metrics.jsonl``, and in ``events.jsonl`` how a run begins and
+    ends, and each save. Hand the figures to trackers, those of the recipe and ``trackers``, from the first
+    step that they do not have.
 
     ``layout_change_reason``: why the layout is not the recipe's, for the ranks that were left.
     """
 
-    def __init__(self, layout_change_reason: str) -> None:
-        self.layout_change_reason = layout_change_reason
+    def __init__(self, trackers: Sequence[Tracker], layout_change_reason: str) -> None:
+        self.others, self.layout_change_reason = trackers, layout_change_reason
+        self._log: StepLog | None = None
+        self._trackers: Trackers | None = None
 
     def begin(self, trainer: Trainer, start: int) -> None:
-        recipe, resumed = trainer.recipe, trainer.resumed
+        recipe, resumed, watch = trainer.recipe, trainer.resumed, trainer.recipe.watch
         self.terminal, self._done, self._goal = trainer.terminal, start, recipe.steps
+        plain = recipe.model_dump(mode="json", by_alias=True)
+        if trainer.first:
+            self._log = StepLog(trainer.out / "metrics.jsonl", start=start)
+            if watch.trackers or self.others:
+                self._trackers = Trackers(
+                    watch.trackers, self.others, trainer.out, project=watch.project,
+                    recipe=plain_recipe(plain), start=start, logged=self._log.logged, say=self.terminal.say,
+                )  # fmt: skip
         self.events = Events(trainer.out / "events.jsonl" if trainer.first else None)
         facts: dict[str, Any] = {
-            "layout": str(recipe.layout),
-            "world": recipe.layout.world,
-            "recipe": recipe.model_dump(mode="json", by_alias=True),
-        }
+            "layout": str(recipe.layout), "world": recipe.layout.world, "recipe": plain
+        }  # fmt: skip
         if self.layout_change_reason:
             facts["fitted"] = self.layout_change_reason
             self.terminal.say(self.layout_change_reason)
@@ -206,7 +177,7 @@ class EventLog(Callback):
             self.events.note("started", start, **facts, weights=recipe.model.init_from)
             return
         before = last_recipe(self.events.path) if self.events.path else {}
-        if changes := recipe_changes(before, facts["recipe"]):
+        if changes := recipe_changes(before, plain):
             self.terminal.say(f"changed in the recipe since the last start: {'; '.join(changes)}")
         if before and (change := rate_change(recipe, before, start)):
             self.terminal.say(change)
@@ -224,7 +195,21 @@ class EventLog(Callback):
             self.events.note("saved", int(name.removeprefix("step-")), checkpoint=name)
 
     def after(self, metrics: StepMetrics) -> None:
+        figures = metrics.line()
+        if self._log is not None:
+            self._log.write(figures)
+        self.track(figures.pop("step") + 1, figures)  # the step is no curve
         self._done = metrics.step + 1
 
+    def track(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Hand over to the trackers the numbers known after ``step`` steps."""
+        if self._trackers is not None:
+            self._trackers.log(step, figures)
+
     def close(self, error: BaseException | None) -> None:
-        self.events.note_end(error, self._done, goal=self._goal)
+        try:
+            self.events.note_end(error, self._done, goal=self._goal)
+        finally:
+            for log in (self._log, self._trackers):
+                if log is not None:
+                    log.close()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
 from ..models import AdaptedFamily, LoraConfig, adapted
-from ..parallel_state import BadInput, ParallelState, initialize
+from ..parallel_state import BadInput, initialize
 from ..recipes.sections import LoraSection
 from ..runs.launch import own_rank
 
 if TYPE_CHECKING:
-    from ..models import CausalLM
-    from ..recipes.recipe import Recipe
-    from .run_plan import RunPlan
+    from .trainer import Trainer
 
 
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
@@ -47,16 +44,9 @@ def recipe_shape(lora: LoraSection, base: Source | None = None) -> LoraConfig:
     return begun.model_copy(update=lora.model_dump(include={"lora_dropout"} & lora.model_fields_set))
 
 
-def first_adapters(
-    recipe: Recipe,
-    plan: RunPlan,
-    model: CausalLM,
-    *,
-    state: ParallelState,
-    resuming: bool,
-    say: Callable[[str], None],
-) -> None:
+def first_adapters(trainer: Trainer, *, resuming: bool) -> None:
     """Fill the base, which no checkpoint of the run holds, and for a new run the adapters."""
+    recipe, plan, model, say = trainer.recipe, trainer.plan, trainer.model, trainer.terminal.say
     lora, base = recipe.lora, plan.source
     assert lora is not None and base is not None
     load_source(base, model)
@@ -69,4 +59,4 @@ def first_adapters(
         say(f"adapters from {lora.init_from}")
         return
     (stated,) = plan.family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
-    initialize(model, recipe.seed, among=stated, state=state)
+    initialize(model, recipe.seed, among=stated, state=trainer.state)

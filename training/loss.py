@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState
-from ..parallel_state.engine import accelerator, map_tensors
+from ..parallel_state.engine import accelerator, map_tensors, tensors_in
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -234,9 +234,8 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
     count does not grow with the samples, or the model's output is not made of tensors with the samples on
     dim 0, in tuples or dicts.
     """
-    tensors, size = [*_tensors(output)], len(next(iter(samples.values())))
-    whole = all(isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == size for tensor in tensors)
-    if not tensors or not whole:
+    tensors, size = tensors_in(output), len(next(iter(samples.values())))
+    if not tensors or not all(tensor.ndim and len(tensor) == size for tensor in tensors):
         return None
     numbers: list[float] = []
     for times in (1, 2):
@@ -248,15 +247,6 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
     if once == 0 or count == 0 or twice_count != 2 * count:
         return None
     return bool(abs(twice - once) <= 1e-3 * abs(once))
-
-
-def _tensors(output: Any) -> Iterator[Any]:
-    items = output.values() if isinstance(output, dict) else output
-    if isinstance(output, dict | tuple | list):
-        for item in items:
-            yield from _tensors(item)
-    else:
-        yield output
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

@@ -29,9 +29,8 @@ def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
     (stated,) = family.declarations(config)
     fixed = buffer_names(stated)
     for link in family.links(config)[0]:
-        if link.ours in fixed:
-            continue
-        names[link.ours] = (*names.get(link.ours, ()), link.hf)
+        if link.ours not in fixed:
+            names[link.ours] = (*names.get(link.ours, ()), link.hf)
     return names
 
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,54 +18,70 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.base.hugging_face_names import Link
-from ..parallel_state import ParallelState, declarations, state_of
+from ..parallel_state import declarations
 from ..parallel_state.engine import local_data
 from ..runs.metrics import StepLog, StepMetrics
 from .callbacks import Callback
 
 if TYPE_CHECKING:
-    from ..models import CausalLM
     from .trainer import Trainer
 
 
 class NormLog(Callback):
     """Write ``norms.jsonl`` after every ``interval``-th step, and hand the same numbers to ``track``.
 
-    ``activations``: those of the blocks' outputs too.
+    Of each weight and gradient it is the 2-norm; with ``activations``, of each block's output the root mean
+    square over a step's tokens, padded ones too. This is a mean, so a block that is computed twice to save
+    memory has the same number.
     """
 
     def __init__(
         self, *, interval: int, activations: bool, track: Callable[[int, Mapping[str, float]], None]
     ) -> None:
-        self.interval, self.with_activations, self.track = interval, activations, track
-        self.activations: Activations | None = None
+        self.interval, self.activations, self.track = interval, activations, track
         self._log: StepLog | None = None
         self._measured: dict[str, dict[str, float]] = {}
+        #: Of the blocks' outputs in a step that is measured: the sum of squares, and the number of elements.
+        self._sums: Tensor | None = None
 
     def begin(self, trainer: Trainer, start: int) -> None:
+        self.model, self.state = trainer.model, trainer.state
         links = trainer.plan.family.links_of_all(trainer.plan.config)
-        self.norms = Norms(trainer.model, links, state=trainer.state)
-        if self.with_activations:
-            self.activations = Activations(trainer.model, links)
+        self.names = hugging_face_names(self.model, links)
+        everywhere: list[list[str] | None] = [None] * self.state.layout.world
+        dist.all_gather_object(everywhere, sorted(set(self.names.values())))
+        self.all = sorted({name for names in everywhere for name in names or ()})
+        if self.activations:
+            self.blocks = [_block_name(links, i) for i in range(self.model.config.num_hidden_layers)]
+            for number, block in self.model.layers.items():
+                block.register_forward_hook(partial(self._count, int(number)))
         if trainer.first:
             self._log = StepLog(trainer.out / "norms.jsonl", start=start)
 
     def around(self, number: int) -> AbstractContextManager[object]:
-        if self._is_due(number) and self.activations is not None:
-            self.activations.begin()
+        if self._is_due(number) and self.activations:
+            self._sums = torch.zeros(2, len(self.blocks), dtype=torch.float64, device=self.state.device)
         return nullcontext()
 
     def gradients(self, number: int, scale: float) -> None:
         if self._is_due(number):
-            norms = self.norms.gradients()
+            named = self.model.named_parameters()
+            norms = self._norms({name: weight.grad for name, weight in named if weight.grad is not None})
             self._measured["gradients"] = {name: norm / scale for name, norm in norms.items()}
 
     def after(self, metrics: StepMetrics) -> None:
         if not self._is_due(metrics.step):
             return
-        measured, self._measured = self._measured | {"weights": self.norms.weights()}, {}
-        if self.activations is not None:
-            measured["activations"] = self.activations.end()
+        weights = self._norms(dict(self.model.named_parameters()))  # frozen ones too
+        measured, self._measured = self._measured | {"weights": weights}, {}
+        if self._sums is not None:
+            sums, self._sums, state = self._sums, None, self.state
+            if state.tensor.size > 1 and not state.sequence and state.at.tensor:
+                sums.zero_()  # its neighbours on the tensor axis hold the same
+            pairs = zip(self.blocks, *self._summed(sums), strict=True)
+            measured["activations"] = {
+                name: math.sqrt(square / max(count, 1)) for name, square, count in pairs
+            }
         if self._log is not None:
             self._log.write({"step": metrics.step, **measured})
         for kind, norms in measured.items():
@@ -77,29 +94,7 @@ class NormLog(Callback):
     def _is_due(self, number: int) -> bool:
         return (number + 1) % self.interval == 0
 
-
-class Norms:
-    """Compute 2-norms of the weights and gradients of a model in its layout. Collective over all ranks."""
-
-    def __init__(
-        self, model: nn.Module, links: Iterable[Link], *, state: ParallelState | None = None
-    ) -> None:
-        self.model, self.state = model, state_of(model, state)
-        self.names = hugging_face_names(model, links)
-        everywhere: list[list[str] | None] = [None] * self.state.layout.world
-        dist.all_gather_object(everywhere, sorted(set(self.names.values())))
-        self.all = sorted({name for names in everywhere for name in names or ()})
-
-    def weights(self) -> dict[str, float]:
-        """Return the norm of each parameter, frozen ones too."""
-        return self._measure(dict(self.model.named_parameters()))
-
-    def gradients(self) -> dict[str, float]:
-        """Return the norm of the gradient of each parameter that has one."""
-        named = self.model.named_parameters()
-        return self._measure({name: weight.grad for name, weight in named if weight.grad is not None})
-
-    def _measure(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    def _norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the norms: owners sum each square once, and one reduction serves all names."""
         state, at = self.state, {name: index for index, name in enumerate(self.all)}
         stated = declarations(self.model)
@@ -111,10 +106,20 @@ class Norms:
                 if data.numel():
                     sums[0, index] += torch.linalg.vector_norm(data, dtype=torch.float64) ** 2
                 sums[1, index] = 1
-        if state.layout.world > 1:
+        named = zip(self.all, *self._summed(sums), strict=True)
+        return {name: math.sqrt(square) for name, square, owners in named if owners}
+
+    def _summed(self, sums: Tensor) -> list[list[float]]:
+        if self.state.layout.world > 1:
             dist.all_reduce(sums)
-        squares, owners = sums.tolist()
-        return {name: math.sqrt(squares[i]) for i, name in enumerate(self.all) if owners[i]}
+        rows: list[list[float]] = sums.tolist()
+        return rows
+
+    def _count(self, block: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self._sums is not None:
+            norm = torch.linalg.vector_norm(output.detach(), dtype=torch.float64)
+            self._sums[0, block] += norm**2
+            self._sums[1, block] += output.numel()
 
 
 def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
@@ -127,47 +132,7 @@ def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str
     return {name: hf_name_of.get(name, name) for name, _ in model.named_parameters()}
 
 
-class Activations:
-    """Measure the root mean square of each block's output over a step's tokens, padded ones too; on request.
-
-    It is a mean, so a block that is computed twice to save memory has the same number.
-    """
-
-    def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
-        self.model, self.state, self.links = model, model.state, list(links)
-        self._sums: Tensor | None = None
-        for number, block in model.layers.items():
-            block.register_forward_hook(self._hook(int(number)))
-
-    def begin(self) -> None:
-        """Start counting."""
-        layers = self.model.config.num_hidden_layers
-        self._sums = torch.zeros(2, layers, dtype=torch.float64, device=self.state.device)
-
-    def end(self) -> dict[str, float]:
-        """Stop counting; return the numbers by block, in the model's order. Collective over all ranks."""
-        assert self._sums is not None, "it has not begun"
-        sums, self._sums, state = self._sums, None, self.state
-        if state.tensor.size > 1 and not state.sequence and state.at.tensor:
-            sums.zero_()  # its neighbours on the tensor axis hold the same
-        if state.layout.world > 1:
-            dist.all_reduce(sums)
-        squares, counts = sums.tolist()
-        return {
-            self._name(i): math.sqrt(square / max(count, 1))
-            for i, (square, count) in enumerate(zip(squares, counts, strict=True))
-        }
-
-    def _hook(self, number: int) -> Any:
-        def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if self._sums is not None:
-                norm = torch.linalg.vector_norm(output.detach(), dtype=torch.float64)
-                self._sums[0, number] += norm**2
-                self._sums[1, number] += output.numel()
-
-        return count
-
-    def _name(self, block: int) -> str:
-        """Return what Hugging Face calls the block: the names of its tensors up to the block's number."""
-        tensor = next(link.hf for link in self.links if link.ours.startswith(f"layers.{block}."))
-        return tensor.partition(f".{block}.")[0] + f".{block}"
+def _block_name(links: Iterable[Link], block: int) -> str:
+    """Return what Hugging Face calls the block: the names of its tensors up to the block's number."""
+    tensor = next(link.hf for link in links if link.ours.startswith(f"layers.{block}."))
+    return tensor.partition(f".{block}.")[0] + f".{block}"

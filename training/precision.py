@@ -50,23 +50,15 @@ class Precision:
         )
 
 
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's activations: what ``shard_over_data`` was told, or its parameters'."""
-    if (precision := _stated_precision(model)) is not None:
-        return precision.compute
+def dtypes_of(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtypes of a model's activations, and of the sums of its partial gradients, ``None`` for that
+    of the gradients: as ``shard_over_data`` was told, or as its parameters are.
+    """
+    precision = vars(model).get("precision")
+    if isinstance(precision, Precision):
+        return precision.compute, torch.promote_types(precision.master, precision.reduce)
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return next(floating, torch.float32)
-
-
-def reduce_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype in which partial gradients are summed; ``None``: that of the gradients."""
-    precision = _stated_precision(model)
-    return None if precision is None else torch.promote_types(precision.master, precision.reduce)
-
-
-def _stated_precision(model: nn.Module) -> Precision | None:
-    precision = model.__dict__.get("precision")
-    return precision if isinstance(precision, Precision) else None
+    return next(floating, torch.float32), None
 
 
 def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -> list[str]:
@@ -160,7 +152,11 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             weight.take_gradient(self.precision.reduce)
             total, weight.total = weight.total, None
             if kind is None and total is not None:
-                _add(weight.master, total.to(weight.master.dtype))
+                master, grad = weight.master, total.to(weight.master.dtype)
+                if master.grad is None:
+                    master.grad = engine.like(master, grad)
+                else:
+                    local_data(master.grad).add_(grad)
 
     def _made(self) -> list[ComputeWeight]:
         modules = dict(self.model.named_modules())
@@ -203,10 +199,3 @@ def computing(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which several forwards and backwards of ``model`` share one copy of its weights."""
     weights = model.__dict__.get("compute_weights")
     return weights if isinstance(weights, ComputeWeights) else nullcontext()
-
-
-def _add(master: nn.Parameter, grad: Tensor) -> None:
-    if master.grad is None:
-        master.grad = engine.like(master, grad)
-    else:
-        local_data(master.grad).add_(grad)

@@ -56,16 +56,13 @@ def check_progress(
         if key in own:
             say(f"{key}: {value}; up to step {progress.step} it was {stored}")
         else:
+            batches = plan.batches if key == "fingerprint" else None
+            paths = [str(file.path) for file in batches.files] if isinstance(batches, GlobalBatches) else []
+            files = f", of {', '.join(paths)}" if paths else ""
             raise BadInput(
-                newest, f"data.{key}", expected=stored, found=f"{value}{_files_of(key, plan)}",
+                newest, f"data.{key}", expected=stored, found=f"{value}{files}",
                 todo="Resume with the data that the run began with, or start a new run with init_from",
             )  # fmt: skip
-
-
-def _files_of(key: str, plan: RunPlan) -> str:
-    """Return the names of the token files that a fingerprint stands for, as the end of a message."""
-    files = plan.batches.files if isinstance(plan.batches, GlobalBatches) else []
-    return f", of {', '.join(str(file.path) for file in files)}" if key == "fingerprint" and files else ""
 
 
 def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> None:

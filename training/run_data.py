@@ -1,7 +1,6 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,23 +102,20 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     if not names or isinstance(batches, ItemBatches):
         return
     for file in batches.files:
-        stated = file.index.tokenizer_fingerprint
-        if stated and stated not in _fingerprints(folder, names):
-            beside = _tokenizer_beside(file)
-            if beside is not None and give_the_same_ids(folder, beside):
-                continue
-            expected = f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})"
-            other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
-            todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
-            todo += "tokenizer's files of the tokens in place of the model's"
-            raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
-
-
-def _fingerprints(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    """Yield the fingerprints under which token files know a folder's tokenizer."""
-    yield fingerprint_of_folder(folder)
-    if "tokenizer.model" in names:  # by itself it gives the ids of its folder
-        yield load_tokenizer(folder / "tokenizer.model").fingerprint
+        stated, fingerprint = file.index.tokenizer_fingerprint, fingerprint_of_folder(folder)
+        if not stated or stated == fingerprint:
+            continue
+        # By itself a tokenizer.model gives the ids of its folder.
+        if "tokenizer.model" in names and stated == load_tokenizer(folder / "tokenizer.model").fingerprint:
+            continue
+        beside = _tokenizer_beside(file)
+        if beside is not None and give_the_same_ids(folder, beside):
+            continue
+        expected = f"tokens of the model's tokenizer, {folder} ({fingerprint[:12]})"
+        other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
+        todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
+        todo += "tokenizer's files of the tokens in place of the model's"
+        raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
 
 
 def _reach(mirror: str | None) -> None:
@@ -141,22 +137,23 @@ def _opened(
 ) -> GlobalBatches | ItemBatches:
     """Open a section's batches: of token files, or of the user's data sets, which are made."""
     length, seed, data = recipe.data.sequence_length, recipe.seed, recipe.data
+    stated = section.tokens if section.module is None else section.module
+    assert stated is not None
+    names = [stated] if isinstance(stated, str) else stated
+    if weights is not None and len(weights) != len(names):
+        expected = f"{counted(len(names), 'number')}, one a file"
+        raise BadInput("recipe", "data.weights", expected=expected, found=weights)
     if section.module is None:
-        assert section.tokens is not None
-        names = [section.tokens] if isinstance(section.tokens, str) else section.tokens
         files = [TokenFile.open(Path(name)) for name in names]
-        check_weights(weights, len(files))
         mixture = list(zip(files, weights or [float(len(file.tokens)) for file in files], strict=True))
         return GlobalBatches(
             mixture if len(files) > 1 else files[0], length, global_batch, seed,
             documents=data.documents, samples=data.samples, overlong=data.overlong,
         )  # fmt: skip
-    modules = [section.module] if isinstance(section.module, str) else section.module
-    stated = section.arguments
-    arguments = stated if isinstance(stated, list) else [stated] * len(modules)
-    check_weights(weights, len(modules))
+    arguments = section.arguments
+    keywords_of = arguments if isinstance(arguments, list) else [arguments] * len(names)
     sources = []
-    for name, keywords in zip(modules, arguments, strict=True):
+    for name, keywords in zip(names, keywords_of, strict=True):
         code = own_code(name, f"{key}.module")
         if not callable(code.entry):
             expected, kind = "a class, or a function that makes a data set", type(code.entry).__name__
@@ -165,10 +162,3 @@ def _opened(
         shown = json.dumps(keywords, sort_keys=True, default=str)
         sources.append((source, f"{name.rpartition(':')[2]}({shown}) of a file with SHA-256 {code.digest}"))
     return ItemBatches(sources, weights, length, global_batch, seed, key=f"{key}.module")
-
-
-def check_weights(weights: list[float] | None, count: int) -> None:
-    """Refuse shares of a mixture that are not one for each of its sources."""
-    if weights is not None and len(weights) != count:
-        expected = f"{counted(count, 'number')}, one a file"
-        raise BadInput("recipe", "data.weights", expected=expected, found=weights)

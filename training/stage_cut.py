@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, islice
 from typing import Any
 
 from ..layers import all_stages, split_blocks, stage_parts
@@ -34,21 +35,17 @@ class StageCut:
         unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
         for rank in range(self.layout.pipeline):
             numbers = self.layout.stages_of(rank)
-            blocks = " and ".join(_span(stages[number].blocks) for number in numbers)
-            if not self.costs:
-                ranks.append(blocks)
-                continue
-            ranks.append(f"{blocks} ({sum(self.costs[number] for number in numbers) / unit:,.3g})")
+            here = [stages[number].blocks for number in numbers]
+            blocks = " and ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in here)
+            cost = f" ({sum(self.costs[number] for number in numbers) / unit:,.3g})" if self.costs else ""
+            ranks.append(blocks + cost)
+        line = f"blocks {', '.join(ranks)}"
         if not self.costs:
-            return f"blocks {', '.join(ranks)}"
+            return line
         return (
-            f"blocks {', '.join(ranks)} (in brackets: {name} of a token's forward, embedding and output "
-            f"included); the slowest stage has {self.slowest:.2f} times the mean"
+            f"{line} (in brackets: {name} of a token's forward, embedding and output included); "
+            f"the slowest stage has {self.slowest:.2f} times the mean"
         )
-
-
-def _span(blocks: Sequence[int]) -> str:
-    return str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]}-{blocks[-1]}"
 
 
 def cut_stages(
@@ -66,73 +63,59 @@ def cut_stages(
         blocks_of = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
         return StageCut(tuple(blocks_of[number] for number in sorted(blocks_of)), (), layout)
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
-    blocks, embedding, head = _forward_flops(family, config, sequence_length)
+    blocks = _forward_flops(family, config, sequence_length)
     if split is None:
-        counts = cut_by_cost(blocks, layout.stages, first=embedding, last=head)
-    costs = stage_costs(counts, blocks, first=embedding, last=head)
-    return StageCut(tuple(counts), tuple(costs), layout)
+        counts = cut_by_cost(blocks, layout.stages)
+    return StageCut(tuple(counts), tuple(stage_costs(counts, blocks)), layout)
 
 
 @lru_cache(maxsize=64)
-def _forward_flops(
-    family: Family, config: ModelConfig, sequence_length: int
-) -> tuple[list[float], float, float]:
-    """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
+def _forward_flops(family: Family, config: ModelConfig, sequence_length: int) -> list[float]:
+    """Return the FLOPs of a token's forward of each block; with those of the embedding and the output layer,
+    which are in the stages of the first and of the last one.
+    """
     counted = flops_of_config(family, config, sequence_length)
-    last = sum(part.forward for part in counted.last)
-    return [part.forward for part in counted.blocks], counted.first.forward, last
+    blocks = [part.forward for part in counted.blocks]
+    blocks[0] += counted.first.forward
+    blocks[-1] += sum(part.forward for part in counted.last)
+    return blocks
 
 
-def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
+def cut_by_cost(blocks: Sequence[float], stages: int) -> list[int]:
     """Return the number of blocks of each stage, at least one, so that the slowest stage is as fast as
     possible.
 
     Of such cuts it is the one whose stages are most alike (least sum of squares); of these, the first stages
-    have least, because they hold the most micro-batches. ``blocks``: the cost of each block. ``first``,
-    ``last``: the cost of the ends beside their blocks. Any unit.
+    have least, because they hold the most micro-batches. ``blocks``: the cost of each block, in any unit.
     """
     assert 1 <= stages <= len(blocks), (stages, len(blocks))
-    sums = [0.0]
-    for cost in blocks:
-        sums.append(sums[-1] + cost)
-
+    sums = [0.0, *accumulate(blocks)]
     even = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
-    room = max(stage_costs(even, blocks, first=first, last=last))
-    ends = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
-    least = _best(sums, ends, room * (1 + 1e-12), squares=False)[0]
-    return _best(sums, ends, least * (1 + 1e-12), squares=True)[1]
+    least = _best(sums, stages, max(stage_costs(even, blocks)) * (1 + 1e-12), squares=False)[0]
+    return _best(sums, stages, least * (1 + 1e-12), squares=True)[1]
 
 
-def stage_costs(
-    counts: Sequence[int], blocks: Sequence[float], *, first: float = 0.0, last: float = 0.0
-) -> list[float]:
+def stage_costs(counts: Sequence[int], blocks: Sequence[float]) -> list[float]:
     """Return the cost of each stage of a cut."""
-    costs, start = [], 0
-    for count in counts:
-        costs.append(sum(blocks[start : start + count]))
-        start += count
-    costs[0] += first
-    costs[-1] += last
-    return costs
+    left = iter(blocks)
+    return [sum(islice(left, count)) for count in counts]
 
 
-def _best(
-    sums: Sequence[float], ends: Sequence[float], room: float, *, squares: bool
-) -> tuple[float, list[int]]:
+def _best(sums: Sequence[float], stages: int, room: float, *, squares: bool) -> tuple[float, list[int]]:
     """Return the least value of any cut whose stages cost at most ``room``, and that cut, computed from the
     last stage back to the first. The value is the sum of squares, or the largest cost. Of equal ones it is
     the cut whose first stages have least.
 
-    ``sums[n]``: the cost of the first n blocks; ``ends``: what each stage costs beside its blocks.
+    ``sums[n]``: the cost of the first n blocks.
     """
     blocks = len(sums) - 1
     after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
-    for stage in reversed(range(len(ends))):
+    for stage in reversed(range(stages)):
         now: dict[int, tuple[float, list[int]]] = {}
         for start in range(stage, blocks) if stage else (0,):
             least, where, before = 0.0, -1, sums[start]
             for stop in range(start + 1, blocks + 1):
-                cost = sums[stop] - before + ends[stage]
+                cost = sums[stop] - before
                 if cost > room:
                     break
                 if stop in after:

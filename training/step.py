@@ -25,11 +25,10 @@ from ..parallel_state import (
     state_of,
 )
 from ..parallel_state.engine import fsdp_modules, is_sharded
-from ..pipeline import Stages, check_schedule, schedule_kind
+from ..pipeline import Stages, check_schedule, evaluating, schedule_kind
 from ..system import counted
-from .evaluation import evaluating
 from .loss import Loss, as_loss, refuse_uncut
-from .precision import compute_dtype, computing, reduce_dtype
+from .precision import computing, dtypes_of
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
 from .step_sums import StepInputs, StepReport, StepResult, StepSums, checked_counts
 from .zero_on_fsdp import before_backward
@@ -72,7 +71,7 @@ class Step:
         self.model, self.state = model, state_of(model, state)
         self.loss, self.micro_batch = as_loss(loss, self.state), micro_batch
         self.schedule, self.unused = schedule, unused
-        self.dtype, self.reduce = compute_dtype(model), reduce_dtype(model)
+        self.dtype, self.reduce = dtypes_of(model)
         self.device = self.state.device
         if self.state.mesh is None:  # one device, which may be another than the host
             self.device = next((parameter.device for parameter in model.parameters()), self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -87,6 +87,10 @@ class TokenLoss(Loss):
         ``output``: logits, which a backward overwrites, or with ``head_in_loss`` hidden states.
         """
         model, parts = self.model, len(labels)
+        alike: dict[str, Any] = {
+            "label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "compiled": self.compiled,
+            "state": model.state,
+        }  # fmt: skip
         if model.head_in_loss:
             return [
                 chunked_cross_entropy(
@@ -96,13 +100,10 @@ class TokenLoss(Loss):
                     model.config.vocab_size,
                     chunk=self.chunk,
                     bias=model.head_bias,
-                    label_smoothing=self.label_smoothing,
-                    z_loss=self.z_loss,
                     logit_cap=model.logit_cap,
                     scale=scale,
                     sums=self.sums,
-                    compiled=self.compiled,
-                    state=model.state,
+                    **alike,
                 )
                 for hidden, labels_BS, scale in zip(_parts(output, parts), labels, scales, strict=True)
             ]
@@ -111,11 +112,8 @@ class TokenLoss(Loss):
             output,
             torch.cat([*labels]) if parts > 1 else labels[0],
             model.config.vocab_size,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            compiled=self.compiled,
             overwrite=True,
-            state=model.state,
+            **alike,
         )
         return [
             part.sum() * scale.to(part.dtype)

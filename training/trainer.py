@@ -30,7 +30,7 @@ from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
 from ..system import counted, manual_gc
 from .build import build, choices, measurements
-from .callbacks import Callback, Callbacks, EventLog, MetricsLog
+from .callbacks import Callback, Callbacks, RunFiles
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
 from .optimizer import set_learning_rate
@@ -94,10 +94,9 @@ class Trainer:
             )
         #: The checkpoint from which the run goes on, and what it states of its run.
         self.resumed: tuple[Path, Progress] | None = None
-        self.events = EventLog(layout_change_reason)
-        log = MetricsLog(recipe.watch, trackers)
-        measured = measurements(recipe, self.plan, self.step, track=log.track)
-        self.callbacks = Callbacks([*measured, *callbacks, log, self.events])
+        self.files = RunFiles(trackers, layout_change_reason)
+        measured = measurements(recipe, self.plan, self.step, track=self.files.track)
+        self.callbacks = Callbacks([*measured, *callbacks, self.files])
 
     def run(self, after_step: Callable[[StepMetrics], None] = lambda metrics: None) -> None:
         """Train from the newest complete checkpoint, or from the start, to the last step.
@@ -231,7 +230,7 @@ class Trainer:
             keep=saving.keep,
             background=saving.background,
             mirror=saving.mirror,
-            say=self.events.note_save,
+            say=self.files.note_save,
         )
 
     def _start(self) -> int:
@@ -244,7 +243,7 @@ class Trainer:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=say)
         newest = newest_of_run(self.checkpoints, self.state, say=say)
         if recipe.lora is not None:
-            first_adapters(recipe, plan, self.model, state=self.state, resuming=newest is not None, say=say)
+            first_adapters(self, resuming=newest is not None)
         if newest is not None:
             plan.let_go()
             progress = load(newest, self.model, self.optimizer, state=self.state)

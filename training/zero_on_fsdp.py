@@ -15,30 +15,17 @@ and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are th
 ``ComputeWeights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..layers import find_blocks, keep_aside, stacks_of_experts
-from ..parallel_state import (
-    Layout,
-    ParallelState,
-    buffer_names,
-    declarations,
-    engine,
-    mark_shared,
-    refuse_foreign,
-)
+from ..parallel_state import ParallelState, buffer_names, declarations, engine, mark_shared, refuse_foreign
 from ..parallel_state.engine import accelerator
 from ..parallel_state.state import fsdp_mesh
 from .precision import ComputeWeights, Precision
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,12 +49,14 @@ def shard_over_data(
     """
     refuse_foreign(model, "shard_over_data")
     model.__dict__["precision"] = precision
-    fixed = buffer_names(declarations(model))
+    stated = declarations(model)
+    fixed = buffer_names(stated)
     if state.layout.holds_alone and not offload:
         if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
+    from torch.distributed.tensor import Shard
 
     regather, mesh, policy = state.layout.zero == 3, fsdp_mesh(state), precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
@@ -76,10 +65,12 @@ def shard_over_data(
         if offload
         else OffloadPolicy()
     )
-    cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model, state.layout)
+    stacks = stacks_of_experts(model, state.layout)
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
+    dims = {parameter: stated[name].shard_dim(state.layout) for name, parameter in model.named_parameters()}
     alike: dict[str, Any] = {
-        "shard_placement_fn": cut, "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting
+        "shard_placement_fn": lambda parameter: Shard(dims[parameter]) if dims[parameter] else None,
+        "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting,
     }  # fmt: skip
     of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
     with engine.OfParts():
@@ -115,22 +106,6 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
                 engine.sum_on_one_rank(module)
             else:
                 module.set_gradient_divide_factor(1.0)
-
-
-def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a function that tells FSDP which dim of a parameter to cut, as the declarations say.
-
-    ``None`` is the first dim.
-    """
-    from torch.distributed.tensor import Shard
-
-    stated = declarations(model)
-    dims = {parameter: stated[name].shard_dim(layout) for name, parameter in model.named_parameters()}
-
-    def cut(parameter: nn.Parameter) -> Shard | None:
-        return Shard(dims[parameter]) if dims[parameter] else None
-
-    return cut
 
 
 def resting_device(state: ParallelState, *, offload: bool) -> torch.device:

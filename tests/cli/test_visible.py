@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import unicodedata
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from trilith.cli.shared import say as say_module
 from trilith.generation import request as generate_run
 from trilith.generation.request import Request
 from trilith.machine.random_files import write_hf_folder
+from trilith.parallel_state import Layout
 from trilith.runs import launch
 from trilith.runs import terminal as console_module
 from trilith.system import visible
@@ -160,12 +162,14 @@ def test_a_warning_about_a_config_commands_nothing_in_a_program_of_ones_own(host
 def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
-    request = Request(Path("hf"), [HARM])
-    prepared = SimpleNamespace(ids=[[1]])
-    stream = generate_run._text_of_one(request, prepared, lambda text: say_module.say(text, nl=False))
-    assert stream is not None
-    stream(HARM)
-    assert screen.getvalue() == 2 * visible(HARM)
+    prepared = SimpleNamespace(ids=[[1]], load=lambda state: None)
+    monkeypatch.setattr(generate_run, "run_on_ranks", lambda *words, **how: words[2](prepared, None, "cpu"))
+    monkeypatch.setattr(
+        generate_run, "continue_rows", lambda *words, on_text, **how: [*(on_text(HARM) or ())]
+    )
+    write = partial(say_module.say, nl=False)
+    generate_run.run_generation(Request(Path("hf"), [HARM]), Layout(), words=(), write=write, note=print)
+    assert screen.getvalue() == 2 * visible(HARM) + "\n"
 
 
 def test_the_word_of_a_failed_rank_commands_nothing(tmp_path, monkeypatch, capsys):

@@ -85,16 +85,14 @@ def test_the_printed_text_is_that_of_all_tokens_decoded_at_once(tokenizers):
         begins = draw.randrange(len(inside))
         texts = draw.choice([(), ("never there",), (inside[begins : begins + draw.randrange(1, 6)],)])
         row, whole = Continuation(tokenizer, ids, (), texts), Whole(tokenizer, ids, texts)
-        least = draw.randrange(1, 9)
         printed = printed_whole = ""
         ended = False
         for token in new:
             printed, printed_whole = printed + row.grow(token), printed_whole + whole.grow(token)
             assert printed == printed_whole or texts, (number, ids, new)
-            if not ended and len(row.tokens) >= least:
-                text = tokenizer.decode(row.tokens)
-                ended = any(stop in text for stop in texts)
-                assert row.ends(row.tokens, least=least) == ended, (number, texts, text)
+            text = tokenizer.decode(ids + row.tokens)[whole.before :]
+            ended = ended or any(stop in text for stop in texts)
+            assert (row.end is not None) == ended, (number, texts, text)
         assert printed + row.rest() == printed_whole + whole.text()[whole.said :], (number, texts, ids, new)
 
 
@@ -113,7 +111,6 @@ def test_each_token_is_decoded_with_few_others(tokenizers):
     for tokenizer in map(Counted, tokenizers):
         ids, new = (tokenizer.tokenizer.encode(text) for text in ("a b it " * 40, "walk, it do " * 80))
         row = Continuation(tokenizer, ids, (), ["never there"])
-        for number, token in enumerate(new):
+        for token in new:
             row.grow(token)
-            row.ends(new[: number + 1])
         assert tokenizer.count < 2 * len(ids) + 120 * len(new)

@@ -21,9 +21,8 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_weight_gradients
-from trilith.pipeline.driver import DrivenStage, StageModule
+from trilith.pipeline.driver import DrivenStage, Pipeline, StageModule
 from trilith.pipeline.relay import Travels
-from trilith.pipeline.runner import Pipeline
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
 from trilith.training import Precision, Step, shard_over_data
 
@@ -141,8 +140,8 @@ def test_selective_checkpointing_is_refused_where_a_backward_has_two_parts(sched
     checkpoint_blocks(enumerate(model.blocks.values()), "selective")
     with pytest.raises(BadInput, match=f"memory.checkpointing: expected none with .*{schedule}.*selective"):
         Pipeline(
-            [StageModule(model.forward, [model])] * 2, loss, name=schedule, microbatches=4, entry=count,
-            travels=[count] * 4, state=state,
+            [StageModule(model.forward, [model])] * 2, loss, name=schedule, microbatches=4,
+            travels=[count] * 5, state=state,
         )  # fmt: skip
 
 

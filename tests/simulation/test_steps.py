@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from trilith.layers.host_numbers import on_host
 from trilith.parallel_state import Layout
-from trilith.pipeline import SCHEDULE_NAMES, runner
+from trilith.pipeline import SCHEDULE_NAMES, driver
 from trilith.pipeline.relay import Travels
 from trilith.recipes.sections import MemorySection
 from trilith.simulation import WAITS, Wait, simulated_rank
@@ -146,7 +146,7 @@ def float16():
 
 def neighbours():
     """Ranks of a pipeline meet once, before the first step of its schedule."""
-    with mock.patch.object(runner, "greet", wraps=runner.greet) as met:
+    with mock.patch.object(driver, "greet", wraps=driver.greet) as met:
         step_counts(Case(MODELS["gpt2"], Layout.of(pipeline=2), samples=2, **BF16))
     (call,) = met.call_args_list
     assert call.args[0] == [1]
