@@ -2,15 +2,15 @@
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, YES, DropoutRate, Epsilon, Factor, Fixed, Share, key
 from .base.names import Names, fused
-from .base.parts import attention, layer_norm, mlp
-from .llama import PartialRotaryConfig, decoder
+from .base.parts import layer_norm, mlp
+from .llama import LlamaBlock, PartialRotaryConfig, decoder
 
 NAMES = Names(
     "gpt_neox.layers.{i}",
@@ -45,17 +45,17 @@ class GPTNeoXConfig(PartialRotaryConfig):
     hidden_dropout: DropoutRate = 0.0
 
 
-class GPTNeoXBlock(nn.Module):
+class GPTNeoXBlock(LlamaBlock):
     """Compute a block of GPT-NeoX. Source: Black et al. 2022.
 
     x = x + dropout(attention(attention_norm(x)))      * LayerNorm; biases
           + dropout(mlp(mlp_norm(x)))                  * side by side, or of the sum; biases, no gate, GELU
     """
 
+    make_norm, make_mlp = staticmethod(layer_norm), staticmethod(mlp)
+
     def __init__(self, cfg: GPTNeoXConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
+        super().__init__(cfg, number, state)
         self.dropout, self.parallel = Dropout(cfg.hidden_dropout, state=state), cfg.use_parallel_residual
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..layers import RotaryEmbedding
-from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import NO, YES, Count, DropoutRate, Fixed, key
 from .base.names import Names
 from .base.parts import layer_norm
 from .gpt2 import GPT2Config
+from .llama import decoder
 from .phi import PhiBlock
 
 NAMES = Names(
@@ -49,25 +49,26 @@ class GPTJConfig(GPT2Config):
         expected = "how many numbers of a head are rotated"
         self.require(stated is not None, where, "rotary_dim", expected, None)
 
+    def rotation(self, number: int) -> str:
+        return "all"
+
     def rotations(self) -> dict[str, RotaryEmbedding]:
         return {"all": RotaryEmbedding(self.rotary_dim, 10000.0, interleaved=True)}
 
 
-class GPTJ(CausalLM):
-    """Compute GPT-J, or the stage that this pipeline rank holds: the blocks are of Phi's form."""
+class GPTJBlock(PhiBlock):
+    """Compute a block of GPT-J. Source: Wang and Komatsuzaki 2021.
 
-    config: GPTJConfig
-    Block = PhiBlock
-    make_norm = staticmethod(layer_norm)
-    embedding_dropout = "embd_pdrop"
-    biased_head = True
+    y = attention_norm(x)                                 * one LayerNorm for both branches
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases of mlp alone; GELU
+    """
 
 
 GPTJ_FAMILY = Family(
     "gptj",
     "GPTJForCausalLM",
     GPTJConfig,
-    GPTJ,
+    decoder(GPTJBlock, make_norm=layer_norm, embedding_dropout="embd_pdrop", biased_head=True),
     NAMES,
     ignorable=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
 )

@@ -1,18 +1,18 @@
 """Llama 2 and 3."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, RotaryEmbedding
+from ..layers import AttentionInputs, Dropout, RotaryEmbedding
 from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
 from .base.keys import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole, names
 from .base.names import Names
-from .base.parts import attention, gated_mlp, rms_norm
+from .base.parts import AttentionOptions, attention, gated_mlp, mixture, rms_norm
 from .base.rope_config import RopeScaling, check_factors, read_rope, take_share, write_scaling
 
 
@@ -76,10 +76,6 @@ class LlamaConfig(ModelConfig):
         blocks = self.num_hidden_layers
         same = stated is None or stated == [kind] * blocks
         self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
-
-    def has_experts(self, number: int) -> bool:
-        """Tell whether block ``number`` has experts, or one net."""
-        return False
 
     def rotation(self, number: int) -> str | None:
         return "all"
@@ -167,15 +163,41 @@ class LlamaBlock(nn.Module):
     x = x + mlp(mlp_norm(x))
     """
 
-    def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
+    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
+    make_attention: ClassVar[Callable[..., nn.Module]] = staticmethod(attention)
+    make_mlp: ClassVar[Callable[..., nn.Module]] = staticmethod(gated_mlp)
+    make_experts: ClassVar[Callable[..., nn.Module]] = staticmethod(mixture)
+
+    def __init__(
+        self, cfg: Any, number: int, state: ParallelState, **options: Unpack[AttentionOptions]
+    ) -> None:
         super().__init__()
-        rotary = cfg.rotation(number)
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.attention_norm = self.make_norm(cfg, state)
+        self.attention = self.make_attention(cfg, number, state, **options)
+        self.mlp_norm = self.make_norm(cfg, state)
+        self.mlp = (self.make_experts if cfg.has_experts(number) else self.make_mlp)(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
         x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class DropoutBlock(LlamaBlock):
+    """Compute a block of Llama's form, with dropout of what each branch adds."""
+
+    #: The config's field of its rate.
+    dropout_field: ClassVar[str] = "residual_dropout"
+
+    def __init__(
+        self, cfg: Any, number: int, state: ParallelState, **options: Unpack[AttentionOptions]
+    ) -> None:
+        super().__init__(cfg, number, state, **options)
+        self.dropout = Dropout(getattr(cfg, self.dropout_field), state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
 

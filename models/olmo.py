@@ -48,8 +48,7 @@ class Olmo2Block(nn.Module):
 
     def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        rotary, window, norm = cfg.rotation(number), cfg.window(number), self.head_norm(cfg, state)
-        self.attention = attention(cfg, state, qk_norm=norm, rotary=rotary, window=window)
+        self.attention = attention(cfg, number, state, qk_norm=self.head_norm(cfg, state))
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, Dropout, PositionEmbedding, ReplicatedLinear, default_positions
+from ..layers import AttentionInputs, PositionEmbedding, ReplicatedLinear, default_positions
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
 from .base.names import Names
-from .base.parts import AttentionOptions, attention, layer_norm, mlp
+from .base.parts import layer_norm, mlp
 from .gpt2 import WholeHeadsConfig
+from .llama import DropoutBlock
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
@@ -92,26 +93,17 @@ class ProjectedNorm(nn.Module):
         return projected
 
 
-class OPTBlock(nn.Module):
+class OPTBlock(DropoutBlock):
     """Compute a block of OPT or StarCoder 2. Source: Zhang et al. 2022; Lozhkov et al. 2024.
 
     x = x + dropout(attention(attention_norm(x)))    * biases, no rotation (StarCoder 2: a window); LayerNorm
     x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU (StarCoder 2: GELU)
     """
 
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        bias = cfg.use_bias
-        options = AttentionOptions(rotary=cfg.rotation(number), window=cfg.window(number))
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
+    make_norm, make_mlp = staticmethod(layer_norm), staticmethod(mlp)
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
+        super().__init__(cfg, number, state, qkv_bias=cfg.use_bias, out_bias=cfg.use_bias)
 
 
 class OPTNormsAfterBlock(OPTBlock):
@@ -153,14 +145,14 @@ class OPT(CausalLM):
 
     def projection(self, width: int, made: int) -> ReplicatedLinear:
         """Make a linear layer from one of the two widths to the other."""
-        return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
+        return ReplicatedLinear(width, made, False, initial=self.config.initial, state=self.state)
 
     def add_embedding_modules(self) -> None:
         cfg = self.config
         if self.projects:
             self.project_in = self.projection(cfg.word_embed_proj_dim, cfg.hidden_size)
         self.position = PositionEmbedding(
-            cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
+            cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=cfg.initial, state=self.state
         )
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:

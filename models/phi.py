@@ -12,9 +12,9 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, DropoutRate, Epsilon, Factor, Fixed, Share, Whole, key
 from .base.names import Entry, fused
-from .base.parts import HeadNorm, attention, gated_mlp, layer_norm, mlp, rms_norm
+from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
-from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
+from .llama import LLAMA_NAMES, DropoutBlock, PartialRotaryConfig, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -56,7 +56,8 @@ class PhiBlock(nn.Module):
     def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
         norm = head_norm(cfg, state) if getattr(cfg, "qk_layernorm", False) else None
-        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state, qk_norm=norm)
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, number, state, qk_norm=norm)
         self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -119,7 +120,7 @@ class Phi3Config(PartialRotaryConfig):
         self.require(kind == "longrope", where, "rope_scaling.rope_type", "'longrope' or null", kind)
 
 
-class Phi3Block(nn.Module):
+class Phi3Block(DropoutBlock):
     """Compute a block of Phi 3, 3.5 or 4, or of Seed-OSS.
 
     x = x + dropout(attention(attention_norm(x)))    * a window; Seed-OSS: none, biases on q, k, v
@@ -127,17 +128,8 @@ class Phi3Block(nn.Module):
     """
 
     def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        out_bias = getattr(cfg, "attention_out_bias", None)
-        self.attention = attention(cfg, state, out_bias=out_bias, window=cfg.window(number))
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+        out_bias = getattr(cfg, "attention_out_bias", False)
+        super().__init__(cfg, number, state, out_bias=out_bias)
 
 
 PHI3 = Family(

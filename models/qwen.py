@@ -2,14 +2,11 @@
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.keys import NO, YES, Fixed, HeadDim, Whole, names
-from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
-from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .base.parts import head_rms_norm
+from .llama import LLAMA_NAMES, LlamaBlock, LlamaConfig, decoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), YES)
@@ -55,7 +52,7 @@ class Qwen3Config(NoWindowsConfig):
         return super().prepare(fields, where)
 
 
-class QwenBlock(nn.Module):
+class QwenBlock(LlamaBlock):
     """Compute a block of Qwen 2, 2.5 or 3.
 
     x = x + attention(attention_norm(x))    * 2: biases on queries, keys and values; 3: heads normalised
@@ -63,16 +60,8 @@ class QwenBlock(nn.Module):
     """
 
     def __init__(self, cfg: Qwen2Config | Qwen3Config, number: int, state: ParallelState) -> None:
-        super().__init__()
         norms = head_rms_norm(cfg, state) if isinstance(cfg, Qwen3Config) else None
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=None if norms else True, qk_norm=norms)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+        super().__init__(cfg, number, state, qkv_bias=not norms or cfg.attention_bias, qk_norm=norms)
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, decoder(QwenBlock), LLAMA_NAMES)

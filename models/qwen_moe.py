@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ..layers import AttentionInputs, GatedShared, MoE
+from ..layers import GatedShared, MoE
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, NO, YES, Experts, Fixed, Whole, Width, key
 from .base.names import Entry
-from .base.parts import attention, gated_mlp, head_rms_norm, initial, mixture, rms_norm, router
+from .base.parts import gated_mlp, head_rms_norm, mixture
 from .expert_block import EXPERTS, NarrowExpertsConfig
-from .llama import LLAMA_NAMES, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, decoder
 from .qwen import HEAD_NORMS, NoWindowsConfig
 
 
@@ -75,40 +74,28 @@ class Qwen2MoeConfig(SharedExpertConfig):
     qkv_bias: bool = True
 
 
-def narrow_mixture(cfg: Qwen3MoeConfig, state: ParallelState, shared: GatedShared | None = None) -> MoE:
-    """Make the experts of a block, and what is ``shared`` beside them."""
-    chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
-    return mixture(cfg, chosen_by, cfg.moe_intermediate_size, state, shared=shared)
+def qwen_mixture(cfg: Any, state: ParallelState) -> MoE:
+    """Make the experts of a block and, if the config has one, the net for all tokens behind its gate."""
+    shared = None
+    if isinstance(cfg, SharedExpertConfig):
+        net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
+        shared = GatedShared(cfg.hidden_size, net, initial=cfg.initial, state=state)
+    return mixture(cfg, state, cfg.moe_intermediate_size, shared=shared, normalize=cfg.norm_topk_prob)
 
 
-def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
-    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
-    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
-    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
-    return narrow_mixture(cfg, state, shared)
-
-
-class QwenMoeBlock(nn.Module):
+class QwenMoeBlock(LlamaBlock):
     """Compute a block of Qwen 1.5, 2 or 3 with experts.
 
     x = x + attention(attention_norm(x))    * biases on queries, keys and values; 3: heads normalised
     x = x + mlp(mlp_norm(x))                * experts, before 3 beside a gated net; in some blocks one net
     """
 
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        shared = isinstance(cfg, SharedExpertConfig)
-        bias, norms = (cfg.qkv_bias, None) if shared else (None, head_rms_norm(cfg, state))
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, qk_norm=norms)
-        self.mlp_norm = rms_norm(cfg, state)
-        make = (shared_mixture if shared else narrow_mixture) if cfg.has_experts(number) else gated_mlp
-        self.mlp: nn.Module = make(cfg, state)
+    make_experts = staticmethod(qwen_mixture)
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
+        shared = isinstance(cfg, SharedExpertConfig)
+        bias, norms = (cfg.qkv_bias, None) if shared else (cfg.attention_bias, head_rms_norm(cfg, state))
+        super().__init__(cfg, number, state, qkv_bias=bias, qk_norm=norms)
 
 
 #: Ours -> Hugging Face's, of the experts and the net beside them.

@@ -24,7 +24,7 @@ from ...layers import (
     bounded,
     set_attention_backend,
 )
-from ...parallel_state import Normal, ParallelState, alone_or, local
+from ...parallel_state import ParallelState, alone_or, local
 from .multi_token import MultiTokenPrediction
 from .parts import rms_norm
 
@@ -76,12 +76,11 @@ class CausalLM(nn.Module):
         self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
         tied, vocabulary, width = cfg.tie_word_embeddings, cfg.vocab_size, cfg.embedding_width
+        drawn = {"initial": cfg.initial, "state": state}
         shared = tied or cfg.mtp_blocks > 0  # both ends of a pipeline use the embedding
         if stage.first or (stage.last and shared):
             ends = shared and not (stage.first and stage.last)
-            self.embed = VocabParallelEmbedding(
-                vocabulary, width, ends=ends, initial=self.initial, state=state
-            )
+            self.embed = VocabParallelEmbedding(vocabulary, width, ends=ends, **drawn)
         if stage.first:
             self.add_embedding_modules()
         self.rotary: dict[str, RotaryEmbedding] = {**cfg.rotations()}
@@ -94,8 +93,7 @@ class CausalLM(nn.Module):
         if stage.last:
             self.norm = self.make_last_norm()
             if not tied:
-                bias = self.biased_head
-                self.head = VocabParallelHead(width, vocabulary, bias=bias, initial=self.initial, state=state)
+                self.head = VocabParallelHead(width, vocabulary, bias=self.biased_head, **drawn)
 
     def forward(
         self,
@@ -169,19 +167,14 @@ class CausalLM(nn.Module):
         """Return the bound of the logits (see ``layers.bounded``), a number because the loss needs its
         derivative.
         """
-        return None
+        return getattr(self.config, "final_logit_softcapping", None)
 
     @property
     def logit_scale(self) -> float:
         """Return the factor of the logits, before their bound (Cohere, Granite)."""
-        return 1.0
+        return getattr(self.config, "logit_scale", 1.0)
 
     # What all families have.
-
-    @property
-    def initial(self) -> Normal:
-        """Return how the weights of matrices start."""
-        return Normal(self.config.initializer_range)
 
     @property
     def can_cache(self) -> bool:

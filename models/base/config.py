@@ -13,6 +13,7 @@ from ...layers import ACTIVATIONS, RotaryEmbedding
 from ...parallel_state import (
     BadInput,
     Layout,
+    Normal,
     from_validation,
     nearest,
     nearest_divisors,
@@ -203,6 +204,10 @@ class ModelConfig(BaseModel):
         window: int | None = getattr(self, "sliding_window", None)
         return window
 
+    def has_experts(self, number: int) -> bool:
+        """Tell whether block ``number`` has experts, or one net."""
+        return False
+
     def rotation(self, number: int) -> str | None:
         """Return the name of the rotation in block ``number``, if its heads are rotated."""
         return None
@@ -210,6 +215,11 @@ class ModelConfig(BaseModel):
     def rotations(self) -> dict[str, RotaryEmbedding]:
         """Make the rotations, by the names that attention layers ask for."""
         return {}
+
+    @property
+    def initial(self) -> Normal:
+        """Return how the weights of matrices start."""
+        return Normal(self.initializer_range)
 
     @property
     def embedding_width(self) -> int:

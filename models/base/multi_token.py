@@ -26,9 +26,10 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, model: Any, number: int) -> None:
         super().__init__()
-        block, norm, width = model.block(number), model.make_last_norm, model.config.hidden_size
+        cfg, block, norm = model.config, model.block(number), model.make_last_norm
         self.enorm, self.hnorm = norm(), norm()
-        self.eh_proj = ReplicatedLinear(2 * width, width, False, initial=model.initial, state=model.state)
+        width, starts = cfg.hidden_size, cfg.initial
+        self.eh_proj = ReplicatedLinear(2 * width, width, False, initial=starts, state=model.state)
         self.block, self.norm = block, norm()
 
     def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
