@@ -1,8 +1,9 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3; SmolLM 3, in which some blocks have no positions; Seed-OSS, with biases and dropout."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar, Unpack
 
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout, RotaryEmbedding
@@ -128,6 +129,22 @@ class PartialRotaryConfig(LlamaConfig):
         self.require(even, where, "partial_rotary_factor", expected)
 
 
+class NoWindowsConfig(LlamaConfig):
+    """Read the keys of windows over some of the blocks, which are off in every released model.
+
+    ``sliding_window`` alone says nothing as long as it is not used.
+    """
+
+    READ: ClassVar[frozenset[str]] = names("use_sliding_window sliding_window max_window_layers")
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("use_sliding_window") not in (None, False):
+            expected = "false: windows over some of the blocks are not supported"
+            raise BadInput(where, "use_sliding_window", expected=expected, found=fields["use_sliding_window"])
+        return super().prepare(fields, where)
+
+
 #: Ours -> Hugging Face's, of Llama and of what its relatives add.
 LLAMA_NAMES = Names(
     "model.layers.{i}",
@@ -216,3 +233,66 @@ LLAMA = Family(
     LLAMA_NAMES,
     ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
 )
+
+
+class SmolLM3Config(NoWindowsConfig):
+    """List the fields of a SmolLM 3 config.json; its blocks are Llama's.
+
+    ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
+    """
+
+    UNPADDED: ClassVar[bool] = True
+
+    num_key_value_heads: Whole = 4
+    max_position_embeddings: Whole = 32768
+    rope_theta: Factor = 2e6
+    tie_word_embeddings: bool = True
+    no_rope_layers: tuple[Annotated[int, Field(ge=0, le=1)], ...] = ()
+    no_rope_layer_interval: Whole = 4
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        stated, blocks = len(self.no_rope_layers), self.num_hidden_layers
+        fits = not stated or stated >= blocks
+        self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", stated)
+
+    def rotation(self, number: int) -> str | None:
+        stated, interval = self.no_rope_layers, self.no_rope_layer_interval
+        return "all" if (stated[number] if stated else (number + 1) % interval) else None
+
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, Llama, LLAMA_NAMES)
+
+
+class SeedOssConfig(LlamaConfig):
+    """List the fields of a Seed-OSS config.json; its blocks have dropout.
+
+    ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
+    """
+
+    UNPADDED: ClassVar[bool] = True
+
+    num_key_value_heads: Whole = 8
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 524288
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+    attention_dropout: DropoutRate = 0.1
+    residual_dropout: DropoutRate = 0.1
+
+
+class SeedOssBlock(DropoutBlock):
+    """Compute a block of Seed-OSS.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases on queries, keys and values
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__(cfg, number, state, out_bias=cfg.attention_out_bias)
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, decoder(SeedOssBlock), LLAMA_NAMES)

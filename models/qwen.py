@@ -2,30 +2,14 @@
 
 from typing import Any, ClassVar
 
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.keys import NO, YES, Fixed, HeadDim, Whole, names
+from .base.keys import NO, YES, Fixed, HeadDim, Whole
 from .base.parts import head_rms_norm
-from .llama import LLAMA_NAMES, LlamaBlock, LlamaConfig, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, NoWindowsConfig, decoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), YES)
-
-
-class NoWindowsConfig(LlamaConfig):
-    """Read the keys of windows over some of the blocks, which are off in every released model.
-
-    ``sliding_window`` alone says nothing as long as it is not used.
-    """
-
-    READ: ClassVar[frozenset[str]] = names("use_sliding_window sliding_window max_window_layers")
-
-    @classmethod
-    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        if fields.get("use_sliding_window") not in (None, False):
-            expected = "false: windows over some of the blocks are not supported"
-            raise BadInput(where, "use_sliding_window", expected=expected, found=fields["use_sliding_window"])
-        return super().prepare(fields, where)
 
 
 class Qwen2Config(NoWindowsConfig):

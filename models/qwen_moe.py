@@ -12,8 +12,8 @@ from .base.keys import MOST_BLOCKS, NO, YES, Experts, Fixed, Whole, Width, key
 from .base.names import Entry
 from .base.parts import gated_mlp, head_rms_norm, mixture
 from .expert_block import EXPERTS, NarrowExpertsConfig
-from .llama import LLAMA_NAMES, LlamaBlock, decoder
-from .qwen import HEAD_NORMS, NoWindowsConfig
+from .llama import LLAMA_NAMES, LlamaBlock, NoWindowsConfig, decoder
+from .qwen import HEAD_NORMS
 
 
 class Qwen3MoeConfig(NoWindowsConfig, NarrowExpertsConfig):

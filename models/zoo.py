@@ -11,8 +11,8 @@ from .from_transformers import family_of_type
 
 #: Files of this folder that have a family, or one and its successors.
 _FILES = """
-    llama gpt2 mistral qwen qwen_moe glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox gptj
-    falcon opt bloom gpt_oss deepseek qwen_hybrid smollm3 seed_oss exaone4
+    llama gpt2 mistral qwen qwen_moe glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox
+    falcon opt bloom gpt_oss deepseek qwen_hybrid
 """
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -48,7 +48,7 @@ OTHER_PYTHON = {
     "docs/chat_model.md": "test_tutorials.py",
     "docs/fine_tuning.md": "test_fine_tuning_doc.py",
     "docs/nanogpt.md": "test_tutorials.py",
-    "docs/new_family.md": "a piece of models/smollm3.py",
+    "docs/new_family.md": "a piece of models/gpt_neox.py",
     "docs/training.md": "test_training_from_python_works_as_shown",
     "docs/watching.md": "needs an account with a tracker",
     "docs/your_model.md": "test_own_models.py",
