@@ -53,9 +53,9 @@ class AdaptedFamily(Family):
         here, modules = dict(linears(model)), dict(model.named_modules())
         with making(dtype, device):
             for site in self.sites(config):
-                if site.layer in here:
-                    own, outputs = self._options(site), site.outputs or None
-                    attach_lora(here[site.layer], dropout=self.lora.lora_dropout, outputs=outputs, **own)
+                if (layer := here.get(site.layer)) is not None:
+                    options = self._options(site) | {"dropout": self.lora.lora_dropout}
+                    attach_lora(layer, outputs=site.outputs or None, **options)
             for stack in self.stacks(config):
                 if isinstance(experts := modules.get(stack.layer), Experts):
                     names = [output for output, _, _ in stack.outputs]
@@ -158,14 +158,10 @@ def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
 @lru_cache(maxsize=16)
 def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...]:
     targeted = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
-    adapted_down = {site.layer for site in targeted if site.outputs[0][0] == "down"}
+    second = {site.layer for site in targeted if site.outputs[0][0] == "down"}
     # PEFT wraps a module again for its second parameter: the one of the first is then inside.
-    return tuple(
-        replace(site, holder=f"{site.holder}.base_layer")
-        if site.layer in adapted_down and site.outputs[0][0] != "down"
-        else site
-        for site in targeted
-    )
+    inner = {site: site.layer in second and site.outputs[0][0] != "down" for site in targeted}
+    return tuple(replace(site, holder=f"{site.holder}.base_layer") if inner[site] else site for site in inner)
 
 
 @lru_cache(maxsize=16)
@@ -178,10 +174,8 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
         for name in family.base.links(config)[1]:
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module not in known and family.lora.targets(module):
-                expected = (
-                    "linears of the blocks: LoRA on embeddings, norms, routers and the output layer is not "
-                    "supported"
-                )
+                others = "LoRA on embeddings, norms, routers and the output layer is not supported"
+                expected = f"linears of the blocks: {others}"
                 raise BadInput("lora", "target_modules", expected=expected, found=module)
     if not targeted and family.lora.layers_pattern:
         expected = f"what precedes a block's number in {all_sites[0].name}"
@@ -198,16 +192,13 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
         holder, _, leaf = module.rsplit(".", 2)
         for name in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
             if family.lora.targets(name):
-                names = family.lora.target_modules
-                targets = (
-                    names if isinstance(names, str) else [n for n in names if f".{name}".endswith(f".{n}")]
-                )
+                named: Any = family.lora.target_modules
+                if not isinstance(named, str):
+                    named = [ending for ending in named if f".{name}".endswith(f".{ending}")]
                 expected = "linears: experts are stacks of matrices, which target_parameters names"
-                todo = (
-                    r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
-                    "all-linear, which passes them over"
-                )
-                actual = f"{targets!r}, that is {name}"
+                todo = r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or '
+                todo += "say all-linear, which passes them over"
+                actual = f"{named!r}, that is {name}"
                 raise BadInput("lora", "target_modules", expected=expected, found=actual, todo=todo)
 
 
