@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -53,6 +53,11 @@ class AdoptedConfig(ModelConfig):
         """Return transformers' name of the type."""
         return str(self.to_hf()["model_type"])
 
+    @property
+    def text(self) -> Any:
+        """Return transformers' config of what makes text, which may be a part of the whole."""
+        return self.in_transformers().get_text_config(decoder=True)
+
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
         stated = self.to_hf()
@@ -88,10 +93,10 @@ class AdoptedConfig(ModelConfig):
         text = config.get_text_config(decoder=True)
         decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
         if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:
-            todo = "Set is_decoder to true"
-            todo += " and is_encoder_decoder to false: its decoder trains alone" if two else ""
-            if parts := ", ".join(sorted(getattr(config, "sub_configs", {}))):
-                todo = f"Models that are made of others ({parts}) are not taken"
+            parts = ", ".join(sorted(getattr(config, "sub_configs", {})))
+            alone = " and is_encoder_decoder to false: its decoder trains alone" if two else ""
+            of_parts = f"Models that are made of others ({parts}) are not taken"
+            todo = of_parts if parts else f"Set is_decoder to true{alone}"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
 
         def count(*keys: str) -> int:
@@ -118,9 +123,7 @@ class AdoptedConfig(ModelConfig):
     @property
     def experts_of_token(self) -> int:
         """Return how many of a stack of experts one token goes through, as far as the config says."""
-        return int(
-            getattr(self.in_transformers().get_text_config(decoder=True), "num_experts_per_tok", None) or 1
-        )
+        return int(getattr(self.text, "num_experts_per_tok", None) or 1)
 
     @property
     def drops(self) -> bool:
@@ -130,8 +133,7 @@ class AdoptedConfig(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
-        stated: dict[str, Any] = from_json(self.raw)
-        return stated
+        return cast(dict[str, Any], from_json(self.raw))
 
 
 def _tagged(entry: dict[str, Any]) -> Any:

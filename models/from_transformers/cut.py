@@ -48,8 +48,7 @@ def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:
 
 class Style(NamedTuple):
     """State what a style of transformers' plans does to a linear, or to several whose outputs lie one after
-    the other: the layer in its place, and what becomes of its input and output on this rank, for the module
-    that calls it.
+    the other: the layer in its place, and what becomes of its input and output on this rank.
     """
 
     layer: type[Any] = ReplicatedLinear
@@ -67,10 +66,8 @@ class Style(NamedTuple):
 STYLES: dict[str, Style | str] = {
     "colwise": Style(ColumnParallelLinear),
     "rowwise": Style(RowParallelLinear),
-    "colwise_gather_output": Style(
-        ColumnParallelLinear, gives=lambda x, state, owner: gather_from_tensor(x, state)
-    ),
-    "rowwise_split_input": Style(RowParallelLinear, takes=lambda x, state, owner: split_to_tensor(x, state)),
+    "colwise_gather_output": Style(ColumnParallelLinear, gives=gather_from_tensor),
+    "rowwise_split_input": Style(RowParallelLinear, takes=split_to_tensor),
     "packed_colwise": Style(ColumnParallelLinear, products=2),
     "mla_kv_a_proj": Style(gives=_latent_and_rope),
     # Of modules that are no linears, and of the embedding and the output layer, which are always cut.
@@ -178,8 +175,8 @@ class Cutter:
                     self.fused[f"{path}.{number}.{leaf}"] = f"{path}.{leaf}", 0, number
         if style.products > 1:
             made.register_forward_hook(lambda module, args, outputs: torch.cat(outputs, -1))
-        takes, gives = (change and partial(change, state=state, owner=owner) for change in style[1:3])
-        surround(made, takes, gives)
+        called = {"owner": owner} if style.gives is _latent_and_rope else {}
+        surround(made, *(change and partial(change, state=state, **called) for change in style[1:3]))
         if self.drops and style.in_part:
             self.draws.setdefault(owner, OwnDraws(owner, state)).of(made)
         self.model.set_submodule(path, made)

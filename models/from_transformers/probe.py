@@ -147,7 +147,7 @@ def _why_not_ours(blocks: nn.Module, problems: Sequence[str], cfg: AdoptedConfig
     for module in blocks.modules():
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
-    stated = getattr(cfg.in_transformers().get_text_config(decoder=True), "rope_parameters", None) or {}
+    stated = getattr(cfg.text, "rope_parameters", None) or {}
     tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
     for table in tables:  # which transformers computes anew by the positions that are there
         if (rope := table.get("rope_type")) in ("dynamic", "longrope"):

@@ -31,6 +31,7 @@ from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
 from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
+from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
@@ -535,6 +536,12 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
     model.hf.config._attn_implementation = "eager"
     with pytest.raises(RuntimeError, match="meta"):  # the mask has no numbers, so it cannot be added
         model(ids)
+
+
+@pytest.mark.parametrize(("mask", "found"), [(None, "NoneType"), (torch.ones(1, 1, 4, 4), "Tensor")])
+def test_attention_that_is_called_without_this_forwards_mask_is_refused_in_one_line(mask, found):
+    with pytest.raises(BadInput, match=f"^Identity: attention_mask: expected the mask .*, found {found}$"):
+        attention(torch.nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), mask)
 
 
 @pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
