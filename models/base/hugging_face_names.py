@@ -121,20 +121,16 @@ def expand(
     rules = list(rules)
     per_block = [rule for rule in rules if "i" in rule.numbers]
     first = rules.index(per_block[0]) if per_block else len(rules)
-    links: list[Link] = []
-
-    def add(rule: Rule, block: int | None) -> None:
-        for kind in _KINDS:
-            links.extend(links_of(rule, block, shapes, config, kind=kind))
-
-    for rule in rules[:first]:
-        add(rule, None)
-    for i in range(num_layers + further_blocks):  # a block's tensors stay together, as a shard wants them
-        for rule in per_block if i < num_layers else further:
-            add(rule, i)
-    for rule in rules[first:]:
-        if rule not in per_block:
-            add(rule, None)
+    others = [(rule, None) for rule in rules if rule not in per_block]
+    # A block's tensors stay together, as a shard wants them.
+    numbers = range(num_layers + further_blocks)
+    of_blocks = [(rule, i) for i in numbers for rule in (per_block if i < num_layers else further)]
+    links = [
+        link
+        for rule, block in (*others[:first], *of_blocks, *others[first:])
+        for kind in _KINDS
+        for link in links_of(rule, block, shapes, config, kind=kind)
+    ]
     uncovered = set(shapes) - {link.ours for link in links}
     assert not uncovered, f"the name table lacks {sorted(uncovered)[:3]}"
     return links, shapes_of(links)
