@@ -1,6 +1,6 @@
 """Bloom: scores biased by distance in place of positions, a norm after the embedding, qkv by heads."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -90,8 +90,7 @@ class Bloom(CausalLM):
         self.embed_norm = layer_norm(self.config, self.state)
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        normalised: Tensor = self.embed_norm(x_BSD)
-        return normalised
+        return cast(Tensor, self.embed_norm(x_BSD))
 
 
 BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, NAMES, optional_prefix="transformer.")

@@ -1,4 +1,5 @@
-"""Define a decoder-only language model, or the pipeline stage of it that this rank holds.
+"""Define a decoder-only language model, or the pipeline stage of it that this rank holds, and blocks behind
+the last one that predict tokens after the next one.
 
 B batch  S sequence  D hidden
 """
@@ -6,7 +7,7 @@ B batch  S sequence  D hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ...layers import (
     Dropout,
     KeyValueCache,
     PinnedBackend,
+    ReplicatedLinear,
     RotaryEmbedding,
     Stage,
     VocabParallelEmbedding,
@@ -25,7 +27,6 @@ from ...layers import (
     set_attention_backend,
 )
 from ...parallel_state import ParallelState, alone_or, local
-from .multi_token import MultiTokenPrediction
 from .parts import rms_norm
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ class CausalLM(nn.Module):
 
     def block(self, number: int) -> nn.Module:
         """Make the block of this number; those of multi-token prediction count on after the last one."""
-        block: nn.Module = self.Block(self.config, number, self.state)
-        return block
+        return cast(nn.Module, self.Block(self.config, number, self.state))
 
     def make_last_norm(self) -> nn.Module:
         """Make what comes between the last block and the output layer."""
@@ -184,7 +184,7 @@ class CausalLM(nn.Module):
     @property
     def entry(self) -> list[nn.Module]:
         """Return the modules before the first block: embedding, and those of ``add_embedding_modules``."""
-        others = ("rotary", "layers", "norm", "head", "mtp")
+        others = {"layers", "norm", "head", "mtp"}
         return [module for name, module in self.named_children() if name not in others]
 
     @property
@@ -237,3 +237,27 @@ class CausalLM(nn.Module):
         """Return this rank's part of the output layer's bias, (padded / tensor,), if it has one."""
         bias = None if self.config.tie_word_embeddings else self.head.bias
         return None if bias is None else local(bias)
+
+
+class MultiTokenPrediction(nn.Module):
+    """Compute the hidden states that predict one token further than those that are given.
+
+    Input: hidden states (B, S, D) for the token after place t, and embeddings of that token, both (B, S /
+    tensor, D) with sequence parallelism. Output: hidden states for the token after it, and the same
+    normalised, for the output layer. Embedding and output layer are those of ``model``, a ``CausalLM``, and
+    the block is made as its others are, with a ``number`` that counts on after the last one.
+    Source: DeepSeek-V3 (2024), section 2.2; the embedding comes first in ``eh_proj``, as in its checkpoint.
+    """
+
+    def __init__(self, model: Any, number: int) -> None:
+        super().__init__()
+        cfg, block, norm = model.config, model.block(number), model.make_last_norm
+        self.enorm, self.hnorm = norm(), norm()
+        width, starts = cfg.hidden_size, cfg.initial
+        self.eh_proj = ReplicatedLinear(2 * width, width, False, initial=starts, state=model.state)
+        self.block, self.norm = block, norm()
+
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([self.enorm(next_BSD), self.hnorm(x_BSD)], dim=-1)
+        x_BSD = self.block(self.eh_proj(joined), inputs)
+        return x_BSD, self.norm(x_BSD)

@@ -23,7 +23,7 @@ from ...parallel_state import (
 from .causal_lm import CausalLM
 from .config import ModelConfig
 from .hugging_face_names import Link, Rule, expand
-from .multi_token import multi_token_rules
+from .names import multi_token_rules
 
 
 @dataclass(frozen=True)
