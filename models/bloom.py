@@ -14,7 +14,7 @@ from .base.parts import layer_norm, mlp
 from .gpt2 import WholeHeadsConfig
 from .llama import DropoutBlock
 
-NAMES = Names(
+BLOOM_NAMES = Names(
     "transformer.h.{i}",
     {"embed": "transformer.word_embeddings", "embed_norm": "transformer.word_embeddings_layernorm"},
     {
@@ -93,4 +93,4 @@ class Bloom(CausalLM):
         return cast(Tensor, self.embed_norm(x_BSD))
 
 
-BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, NAMES, optional_prefix="transformer.")
+BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, BLOOM_NAMES, optional_prefix="transformer.")

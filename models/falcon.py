@@ -10,22 +10,17 @@ from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
-from .base.names import Names, fused
+from .base.names import fused
 from .base.parts import layer_norm, mlp
+from .bloom import BLOOM_NAMES
 from .llama import LlamaBlock, LlamaConfig, decoder
 
-NAMES = Names(
-    "transformer.h.{i}",
-    {"embed": "transformer.word_embeddings"},
+NAMES = BLOOM_NAMES.but(
     {
         "attention_norm": "{config.attention_norm}",
         "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_key_value_heads"),
-        "attention.out": "self_attention.dense",
         "mlp_norm": "{config.mlp_norm}",
-        "mlp.up": "mlp.dense_h_to_4h",
-        "mlp.down": "mlp.dense_4h_to_h",
-    },
-    {"norm": "transformer.ln_f", "head": "lm_head"},
+    }
 )
 
 

@@ -14,6 +14,7 @@ from .base.family import Family
 from .base.keys import ABSENT, NO, YES, Count, DropoutRate, Epsilon, Factor, Fixed, Share, key
 from .base.names import Names, fused
 from .base.parts import HeadNorm, attention, layer_norm, mlp
+from .bloom import BLOOM_NAMES
 from .gpt2 import GPT2Config
 from .llama import LlamaBlock, PartialRotaryConfig, decoder
 
@@ -21,12 +22,9 @@ NAMES = Names(
     "gpt_neox.layers.{i}",
     {"embed": "gpt_neox.embed_in"},
     {
-        "attention_norm": "input_layernorm",
+        **BLOOM_NAMES.block,
         "attention.qkv": fused("attention.query_key_value", "q k v", groups="num_attention_heads"),
         "attention.out": "attention.dense",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.up": "mlp.dense_h_to_4h",
-        "mlp.down": "mlp.dense_4h_to_h",
     },
     {"norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
 )

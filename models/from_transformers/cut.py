@@ -56,11 +56,6 @@ class Style(NamedTuple):
     gives: Callable[..., Tensor] | None = None
     products: int = 1
 
-    @property
-    def in_part(self) -> bool:
-        """Tell whether each rank has a part of what the linear takes or gives."""
-        return self.layer is not ReplicatedLinear and not (self.takes or self.gives)
-
 
 #: By name; a text says why no tensor axis is offered.
 STYLES: dict[str, Style | str] = {
@@ -164,7 +159,9 @@ class Cutter:
         features = inputs if style.layer is RowParallelLinear else outputs
         head = getattr(owner, "head_dim", 0)
         of_heads = isinstance(head, int) and head > 0 and features % head == 0  # which stay together
-        unit = head if of_heads and style.in_part and style.products == 1 else 1
+        # Each rank has a part of what the linear takes or gives.
+        in_part = style.layer is not ReplicatedLinear and not (style.takes or style.gives)
+        unit = head if of_heads and in_part and style.products == 1 else 1
         apart = {str(number): outputs // style.products for number in range(style.products)}
         made = style.layer(inputs, apart if style.products > 1 else outputs, biased, unit=unit, state=state)
         for number, part in enumerate(made.parts.values()):
@@ -177,7 +174,7 @@ class Cutter:
             made.register_forward_hook(lambda module, args, outputs: torch.cat(outputs, -1))
         called = {"owner": owner} if style.gives is _latent_and_rope else {}
         surround(made, *(change and partial(change, state=state, **called) for change in style[1:3]))
-        if self.drops and style.in_part:
+        if self.drops and in_part:
             self.draws.setdefault(owner, OwnDraws(owner, state)).of(made)
         self.model.set_submodule(path, made)
 

@@ -206,6 +206,4 @@ class TransformersFamily(Family):
 def family_of_type(kind: str) -> Family | None:
     """Return the family of a type that transformers has a model of that makes text, else ``None``."""
     architecture = adopted_types().get(kind)
-    return (
-        None if architecture is None else TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ())
-    )
+    return TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ()) if architecture else None
