@@ -118,7 +118,8 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
         """Return how the router chooses: by sigmoid scores, with biases for the choice (noaux_tc)."""
         groups, chosen = self.groups
         options = RouterOptions(normalize=self.norm_topk_prob, groups=groups, groups_kept=chosen)
-        return options | {"score": "sigmoid", "bias_corrected": True, "scale": self.routed_scaling_factor}
+        options |= {"score": "sigmoid", "bias_corrected": True, "scale": self.routed_scaling_factor}
+        return options
 
     @property
     def balance_factor(self) -> float:

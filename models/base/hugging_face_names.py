@@ -121,10 +121,13 @@ def expand(
     rules = list(rules)
     per_block = [rule for rule in rules if "i" in rule.numbers]
     first = rules.index(per_block[0]) if per_block else len(rules)
-    others = [(rule, None) for rule in rules if rule not in per_block]
+    others: list[tuple[Rule, int | None]] = [(rule, None) for rule in rules if rule not in per_block]
     # A block's tensors stay together, as a shard wants them.
-    numbers = range(num_layers + further_blocks)
-    of_blocks = [(rule, i) for i in numbers for rule in (per_block if i < num_layers else further)]
+    of_blocks: list[tuple[Rule, int | None]] = [
+        (rule, i)
+        for i in range(num_layers + further_blocks)
+        for rule in (per_block if i < num_layers else further)
+    ]
     links = [
         link
         for rule, block in (*others[:first], *of_blocks, *others[first:])
