@@ -7,7 +7,6 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import any_table
 from support.any_model import (
     LAYOUTS,
@@ -25,6 +24,7 @@ from support.any_model import (
     words,
 )
 from support.nightly import some
+from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, write_tokens
 from support.versions import of_proved_transformers
 from trilith.checkpoints import convert, differences, load, read_source
@@ -72,9 +72,7 @@ def is_proved(kind, names):
 
 
 @of_this_version
-@pytest.mark.parametrize(
-    "kind", random.Random(11).sample([kind for kind in OFFERED if kind not in CHOSEN], 4)
-)
+@pytest.mark.parametrize("kind", random.Random(11).sample(sorted({*OFFERED} - {*CHOSEN}), 4))
 def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
     is_proved(kind, random.Random(kind).sample(["data", *offered()[kind]], 2))
 
@@ -221,12 +219,8 @@ def test_the_page_is_that_of_the_table():
 
 
 def test_every_style_of_transformers_plans_has_a_row():
-    styles = {
-        style
-        for kind in adopted_types()
-        for style in (getattr(config_class(kind), "base_model_tp_plan", None) or {}).values()
-    }
-    assert styles - STYLES.keys() == set()
+    plans = [getattr(config_class(kind), "base_model_tp_plan", None) or {} for kind in adopted_types()]
+    assert {style for plan in plans for style in plan.values()} <= STYLES.keys()
 
 
 def test_a_style_without_a_row_is_refused(monkeypatch):
@@ -260,11 +254,8 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
 
 def test_an_encoder_is_refused_and_the_decoder_of_two_named():
     whole = "Models that are made of others .audio_encoder, decoder, text_encoder. are not taken"
-    for kind, says in (
-        ("bert", "Set is_decoder"),
-        ("bart", ".* its decoder trains alone"),
-        ("musicgen", whole),
-    ):
+    alone = ".* its decoder trains alone"
+    for kind, says in (("bert", "Set is_decoder"), ("bart", alone), ("musicgen", whole)):
         with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
 
@@ -291,10 +282,8 @@ def test_first_values_follow_transformers_laws():
     made = family("hyperclovax")
     config = made.from_hf(tiny("hyperclovax", initializer_range=0.05, pad_token_id=None))
     torch.manual_seed(0)
-    model, theirs = (
-        made.build(config, device="cpu"),
-        AutoModelForCausalLM.from_config(config.in_transformers()),
-    )
+    model = made.build(config, device="cpu")
+    theirs = AutoModelForCausalLM.from_config(config.in_transformers())
     for name, tensor in theirs.named_parameters():
         parameter, ours = tensor.detach(), model.get_parameter(name).detach()[: len(tensor)]
         assert abs(float(ours.mean() - parameter.mean())) < 0.01, name
@@ -336,16 +325,7 @@ def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
         assert torch.equal(parameter, loaded.get_parameter(name)[: len(parameter)]), name
     convert(tmp_path / "hf", tmp_path / "cut", tensor=2, pipeline=2)
     convert(tmp_path / "cut", tmp_path / "back", to="hf")
-    before, after = (
-        {
-            name: tensor
-            for file in (tmp_path / place).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for place in ("hf", "back")
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
 
 
 def test_a_rule_that_keeps_no_boxes_is_refused(monkeypatch):
