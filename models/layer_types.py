@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from ..parallel_state import BadInput
 from .base.keys import MOST_BLOCKS, Factor, Whole, key, names
-from .base.rope_config import RopeScaling, read_scaling, write_scaling
+from .base.rope_config import RopeScaling, read_scaling
 from .llama import LlamaConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -93,8 +93,9 @@ class LayerRopesConfig(LayerTypesConfig):
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
         written = super().to_hf()
         del written[self.spelled("rope_local_scaling")]
+        default = {"rope_type": "default"}
         both = {
-            kind: (write_scaling(scaling) or {"rope_type": "default"}) | {"rope_theta": theta}
+            kind: (scaling.model_dump(mode="json") if scaling else default) | {"rope_theta": theta}
             for kind, (theta, scaling) in self.by_type.items()
         }
         return {**written, "rope_parameters": both}

@@ -14,7 +14,7 @@ from .base.family import Family
 from .base.keys import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole, names
 from .base.names import Names
 from .base.parts import AttentionOptions, attention, gated_mlp, mixture, rms_norm
-from .base.rope_config import RopeScaling, check_factors, read_rope, take_share, write_scaling
+from .base.rope_config import RopeScaling, check_factors, read_rope, take_share
 
 
 class LlamaConfig(ModelConfig):
@@ -99,10 +99,6 @@ class LlamaConfig(ModelConfig):
             )
             for name, (theta, scaling) in self.by_type.items()
         }
-
-    def to_hf(self) -> dict[str, Any]:
-        # Beside ``rope_theta`` both transformers 4 and 5 read it.
-        return {**super().to_hf(), "rope_scaling": write_scaling(self.rope_scaling)}
 
 
 class PartialRotaryConfig(LlamaConfig):

@@ -285,9 +285,6 @@ class ModelConfig(BaseModel):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
-        values = {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
-        written = {
-            self.spelled(key): [*field_value] if isinstance(field_value, tuple) else field_value
-            for key, field_value in values.items()
-        }
+        values = self.model_dump(mode="json").items()
+        written = {self.spelled(key): value for key, value in values if key not in self.HARMLESS}
         return written | ({"pad_token_id": None} if self.UNPADDED else {})

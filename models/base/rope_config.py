@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ...parallel_state import BadInput, from_validation
 
@@ -50,6 +57,10 @@ class RopeScaling(BaseModel):
     long_factor: tuple[float, ...] | None = None
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
+    @model_serializer(mode="wrap")
+    def _stated(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: entry for key, entry in handler(self).items() if entry is not None}
+
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Read ``rope_theta`` and ``rope_scaling`` from either form; refuse unknown types and contradictions."""
@@ -74,11 +85,6 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise BadInput(where, "rope_theta", expected="a number above 0", found=repr(theta))
         fields["rope_theta"] = float(theta)
     return fields
-
-
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return the object that ``read_scaling`` reads, or ``None`` where positions are not stretched."""
-    return None if scaling is None else scaling.model_dump(mode="json", exclude_none=True)
 
 
 def check_factors(scaling: RopeScaling | None, pairs: int, where: str, name: str) -> None:
@@ -116,7 +122,7 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
 
 
 def _said(theta: object, scaling: RopeScaling | None) -> str:
-    return f"theta {theta}, {scaling.model_dump(exclude_none=True) if scaling else 'no scaling'}"
+    return f"theta {theta}, {scaling.model_dump() if scaling else 'no scaling'}"
 
 
 def read_scaling(
@@ -143,7 +149,8 @@ def read_scaling(
         raise BadInput(where, f"{key}.rope_type", expected=expected, found=repr(kind))
     fields = _with_lengths({**section}, raw, kind)
     for name in _NEEDED[kind]:
-        value, listed, whole = fields.get(name), name in _LISTS, name == "original_max_position_embeddings"
+        value: Any = fields.get(name)
+        listed, whole = name in _LISTS, name == "original_max_position_embeddings"
         if listed:
             fits, expected = isinstance(value, list | tuple) and bool(value), "a list of numbers"
         else:
@@ -164,14 +171,17 @@ def read_scaling(
 
 def _with_lengths(fields: dict[str, Any], raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Fill in the length of pretraining and the factor where the config around them says them."""
-    most = raw.get("max_position_embeddings")
+    most: Any = raw.get("max_position_embeddings")
     if kind == "proportional":
         fields = {"factor": 1.0, "partial_rotary_factor": 1.0} | fields
     if kind == "dynamic":  # as transformers has it, whatever is stated
         fields["original_max_position_embeddings"] = most
     elif kind in ("yarn", "longrope"):
-        stated = raw.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
-        original = fields["original_max_position_embeddings"] = most if stated is None else stated
+        stated: Any = raw.get(
+            "original_max_position_embeddings", fields.get("original_max_position_embeddings")
+        )
+        original: Any = most if stated is None else stated
+        fields["original_max_position_embeddings"] = original
         lengths = isinstance(most, int) and isinstance(original, int) and original > 0
         if fields.get("factor") is None and lengths:
             fields["factor"] = most / original
