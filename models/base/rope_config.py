@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from ...parallel_state import BadInput, from_validation
 
@@ -58,7 +51,7 @@ class RopeScaling(BaseModel):
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
     @model_serializer(mode="wrap")
-    def _stated(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _stated(self, handler: Any) -> dict[str, Any]:
         return {key: entry for key, entry in handler(self).items() if entry is not None}
 
 
