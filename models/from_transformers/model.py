@@ -171,8 +171,7 @@ class TransformersFamily(Family):
 
     #: Whether to take axes that no test has proved for the type.
     trusted: bool = False
-
-    adopted = True
+    adopted: bool = True
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
