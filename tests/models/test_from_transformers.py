@@ -65,6 +65,15 @@ def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
     is_proved(kind, ["data", *offered()[kind]])
 
 
+def built(kind, **changes):
+    """Return the family, the config and the model of a type, with weights drawn by their names."""
+    made = family(kind)
+    config = made.from_hf(tiny(kind, **changes))
+    model = made.build(config).to_empty(device="cpu").eval()
+    draw(model, model.state)
+    return made, config, model
+
+
 def is_proved(kind, names):
     axes = {axis: LAYOUTS[axis] for axis in names}
     row = prove(kind, short(tiny(kind)), axes)
@@ -314,10 +323,7 @@ def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(kind,
     ],
 )
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
-    made = family(kind)
-    config = made.from_hf(tiny(kind))
-    model = made.build(config).to_empty(device="cpu")
-    draw(model, model.state)
+    made, config, model = built(kind)
     theirs = plain(config, made, model).float()
     theirs.save_pretrained(tmp_path / "hf")
     loaded = load(tmp_path / "hf").model
@@ -362,10 +368,7 @@ def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(kind, layout, tm
 
 
 def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, capsys):
-    made = family("llama")
-    config = made.from_hf(tiny("llama", vocab_size=512))
-    model = made.build(config).to_empty(device="cpu")
-    draw(model, model.state)
+    made, config, model = built("llama", vocab_size=512)
     plain(config, made, model).save_pretrained(tmp_path / "hf")
     tokens, runs = write_tokens(tmp_path / "tokens"), {}
     for way in ("auto", "transformers"):
@@ -487,9 +490,7 @@ def test_one_process_is_transformers_own(kind):
 
 
 def test_packed_documents_do_not_see_each_other():
-    made = family("arcee")
-    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
+    *_, model = built("arcee")
     ids = torch.randint(3, 100, (1, 24))
     positions = torch.cat([torch.arange(10), torch.arange(14)]).unsqueeze(0)
     apart = torch.cat([model(ids[:, :10]), model(ids[:, 10:])], dim=1)
@@ -497,18 +498,14 @@ def test_packed_documents_do_not_see_each_other():
 
 
 def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches():
-    made = family("gpt_neo")
-    model = made.build(made.from_hf(tiny("gpt_neo"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
+    *_, model = built("gpt_neo")
     with pytest.raises(BadInput, match="one document a row"):
         model(torch.zeros(1, 8, dtype=torch.int64), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
 
 
 def test_attention_that_another_model_set_to_eager_stays_ours():
     """transformers keeps the choice on the config object: eager would take our mask for no mask."""
-    made = family("arcee")
-    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
+    made, _, model = built("arcee")
     ids = torch.randint(3, 100, (1, 16))
     before = model(ids)
     made.from_hf(tiny("arcee")).in_transformers()._attn_implementation = "eager"
