@@ -203,7 +203,8 @@ def links_of(
                 )  # fmt: skip
         at = 0
         for (name, index), shape in zip(others, shapes, strict=True):
-            source = _source(rule, _shifted(Box.whole(shape), rule.dim, at), name, index)
+            offset = tuple(at if dim == rule.dim else 0 for dim in range(len(shape)))
+            source = _source(rule, Box.whole(shape).shift(offset), name, index)
             at += _rows(shape, rule.dim)
             for own, piece in laid_out:
                 if (made := piece.through(source)) is not None:
@@ -266,10 +267,6 @@ def _fit(rule: Rule, ours: Sequence[Shape], stored: Sequence[Shape], groups: int
 
 def _rows(shape: Shape, dim: int) -> int:
     return shape[dim] if shape else 1
-
-
-def _shifted(box: Box, dim: int, by: int) -> Box:
-    return box.shift(tuple(by if d == dim else 0 for d in range(len(box.start))))
 
 
 def _numbers(rule: Rule, block: int | None, kind: str, ours: Mapping[str, Shape]) -> Iterator[dict[str, int]]:

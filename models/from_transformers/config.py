@@ -125,12 +125,6 @@ class AdoptedConfig(ModelConfig):
         """Return how many of a stack of experts one token goes through, as far as the config says."""
         return int(getattr(self.text, "num_experts_per_tok", None) or 1)
 
-    @property
-    def drops(self) -> bool:
-        """Tell whether some share of numbers may be dropped in training."""
-        stated = self.to_hf().items()
-        return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
-
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
         return cast(dict[str, Any], from_json(self.raw))

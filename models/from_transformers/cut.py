@@ -87,7 +87,9 @@ class Cutter:
         better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
         self.model = model
         self.plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {}) | better
-        self.drops, self.draws = cfg.drops and here.tensor.size > 1, dict[nn.Module, OwnDraws]()
+        shares = [share for key, share in cfg.to_hf().items() if "drop" in key]
+        self.drops = here.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
+        self.draws = dict[nn.Module, OwnDraws]()
         self.fused = dict[str, tuple[str, int, int]]()
         for path, name in self.plan.items() if here.tensor.size > 1 else ():
             why = STYLES.get(name, f"its plan's style {name} is not known")
