@@ -35,8 +35,7 @@ from .layers import (
     surround,
     without_sequence,
 )
-from .meta import initial_of
-from .probe import Probed
+from .probe import Probed, initial_of
 
 
 def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:

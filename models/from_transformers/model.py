@@ -26,8 +26,7 @@ from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place,
 from .cut import Cutter
 from .files import file_links
 from .layers import StageEnd, StandIn, around_blocks, without_sequence
-from .meta import on_meta
-from .probe import probed
+from .probe import on_meta, probed
 
 
 class Adopted(CausalLM):

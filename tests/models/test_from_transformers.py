@@ -35,8 +35,7 @@ from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
-from trilith.models.from_transformers.meta import on_meta
-from trilith.models.from_transformers.probe import probed
+from trilith.models.from_transformers.probe import on_meta, probed
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
