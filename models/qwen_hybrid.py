@@ -14,8 +14,7 @@ from .base.keys import MOST_BLOCKS, Experts, HeadDim, Share, Whole, Width
 from .base.names import fused
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder
-from .qwen import Qwen3Config
-from .qwen_moe import SHARED_MIXTURE, SharedExpertConfig, qwen_mixture
+from .qwen import SHARED_MIXTURE, Qwen3Config, SharedExpertConfig, qwen_mixture
 
 LINEAR, FULL = "linear_attention", "full_attention"
 #: Where a config does not list the types of its blocks: every so many blocks one has attention.

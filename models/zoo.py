@@ -17,7 +17,7 @@ from .from_transformers import family_of_type
 
 #: Files of this folder that have a family, or one and its successors.
 _FILES = """
-    llama gpt2 mistral qwen qwen_moe glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox
+    llama gpt2 mistral qwen glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox
     falcon opt bloom gpt_oss deepseek qwen_hybrid
 """
 FAMILIES: dict[str, Family] = {
