@@ -488,14 +488,6 @@ def test_one_process_is_transformers_own(kind):
     assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
 
 
-def test_packed_documents_do_not_see_each_other():
-    *_, model = built("arcee")
-    ids = torch.randint(3, 100, (1, 24))
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).unsqueeze(0)
-    apart = torch.cat([model(ids[:, :10]), model(ids[:, 10:])], dim=1)
-    assert torch.allclose(model(ids, positions), apart, atol=1e-5)
-
-
 def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches():
     *_, model = built("gpt_neo")
     with pytest.raises(BadInput, match="one document a row"):
@@ -532,11 +524,6 @@ def test_a_buffer_that_cannot_be_declared_is_named_itself_in_the_refusal():
     config = family("deepseek_v4").from_hf(tiny("deepseek_v4"))
     with pytest.raises(BadInput, match=r"^deepseek_v4: model\.layers\.0\..*: expected floating numbers"):
         on_meta(config, ours=False)
-
-
-def test_a_type_of_the_zoo_stays_the_zoos():
-    assert family_of({"model_type": "llama"}) is FAMILIES["llama"]
-    assert isinstance(family_of({"model_type": "arcee"}), TransformersFamily)
 
 
 def test_a_type_that_no_test_has_tried_is_refused(monkeypatch):
