@@ -1,6 +1,5 @@
 """Config fields of families in which some blocks see a window of tokens, which may have its own rotation."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..parallel_state import BadInput
@@ -64,16 +63,13 @@ class LayerRopesConfig(LayerTypesConfig):
 
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        ropes = fields.get("rope_parameters")
-        local: Mapping[str, Any] = {}
+        ropes, local = fields.get("rope_parameters"), dict[str, Any]()
         if isinstance(ropes, dict):
-            whole, window = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
-            others = set(ropes) - {FULL, SLIDING}
-            if others or not isinstance(window, dict) or not isinstance(whole, dict):
+            whole, local = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
+            if not (ropes.keys() <= {FULL, SLIDING} and isinstance(whole, dict) and isinstance(local, dict)):
                 expected = f"an object each for {FULL} and {SLIDING}"
                 raise BadInput(where, "rope_parameters", expected=expected, found=repr(ropes)[:80])
             fields = {**fields, "rope_parameters": whole or None}
-            local = window
         most = {"max_position_embeddings": fields.get("max_position_embeddings")}
         fields = super().prepare(fields, where)
         fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
