@@ -79,7 +79,8 @@ class AdoptedConfig(ModelConfig):
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         with in_one_line(where, expected=f"what transformers' {kind} reads"):
-            config = config_class(kind).from_dict(json.loads(json.dumps(stated), object_hook=_tagged))
+            of_type = config_class(kind)
+            config = of_type.from_dict(of_type._decode_special_floats(stated))  # a copy, infinity and all
             known = config.to_dict()
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
@@ -128,11 +129,6 @@ class AdoptedConfig(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
         return cast(dict[str, Any], from_json(self.raw))
-
-
-def _tagged(entry: dict[str, Any]) -> Any:
-    """Return an infinite number of a config.json that transformers has written, or the dict as it is."""
-    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def config_class(kind: str) -> Any:
