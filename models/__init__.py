@@ -22,12 +22,12 @@ from .lora.config import LoraConfig as LoraConfig
 from .lora.family import AdaptedFamily as AdaptedFamily
 from .lora.family import adapted as adapted
 from .lora.targets import PEFT_PREFIX as PEFT_PREFIX
-from .sizes import Size as Size
-from .sizes import published_size as published_size
-from .sizes import published_sizes as published_sizes
-from .sizes import tiny_config as tiny_config
 from .zoo import FAMILIES as FAMILIES
 from .zoo import Implementation as Implementation
+from .zoo import Size as Size
 from .zoo import family_of as family_of
 from .zoo import implementation_of as implementation_of
 from .zoo import implemented_by as implemented_by
+from .zoo import published_size as published_size
+from .zoo import published_sizes as published_sizes
+from .zoo import tiny_config as tiny_config

@@ -1,19 +1,20 @@
 """Bloom: scores biased by distance in place of positions, a norm after the embedding, qkv by heads."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..layers import Alibi, AttentionInputs, Dropout, alibi_slopes
+from ..layers import Alibi, alibi_slopes
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import ABSENT, NO, DropoutRate, Epsilon, Fixed, Whole, key, names
 from .base.names import Names, fused
-from .base.parts import attention, layer_norm, mlp
+from .base.parts import layer_norm, mlp
 from .gpt2 import WholeHeadsConfig
+from .llama import DropoutBlock
 
-NAMES = Names(
+BLOOM_NAMES = Names(
     "transformer.h.{i}",
     {"embed": "transformer.word_embeddings", "embed_norm": "transformer.word_embeddings_layernorm"},
     {
@@ -64,25 +65,18 @@ class BloomConfig(WholeHeadsConfig):
         return "gelu_new"
 
 
-class BloomBlock(nn.Module):
+class BloomBlock(DropoutBlock):
     """Compute a block of Bloom. Source: Scao et al. 2022.
 
     x = x + dropout(attention(attention_norm(x)))    * scores biased by distance; biases, LayerNorm
     x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
     """
 
-    def __init__(self, cfg: BloomConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        alibi = Alibi(alibi_slopes(cfg.num_attention_heads))
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, rotary=None, alibi=alibi)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
-        self.dropout = Dropout(cfg.hidden_dropout, state=state)
+    make_norm, make_mlp, dropout_field = staticmethod(layer_norm), staticmethod(mlp), "hidden_dropout"
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+    def __init__(self, cfg: BloomConfig, number: int, state: ParallelState) -> None:
+        alibi = Alibi(alibi_slopes(cfg.num_attention_heads))
+        super().__init__(cfg, number, state, qkv_bias=True, out_bias=True, alibi=alibi)
 
 
 class Bloom(CausalLM):
@@ -96,8 +90,7 @@ class Bloom(CausalLM):
         self.embed_norm = layer_norm(self.config, self.state)
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        normalised: Tensor = self.embed_norm(x_BSD)
-        return normalised
+        return cast(Tensor, self.embed_norm(x_BSD))
 
 
-BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, NAMES, optional_prefix="transformer.")
+BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, BLOOM_NAMES, optional_prefix="transformer.")

@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
-from .base.parts import AttentionOptions, attention, gated_mlp, head_layer_norm, layer_norm
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig
+from .llama import LLAMA_NAMES, LlamaConfig, decoder
 
 
 class CohereConfig(LlamaConfig):
@@ -42,9 +41,9 @@ class CohereBlock(nn.Module):
 
     def __init__(self, cfg: CohereConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        options = AttentionOptions(rotary=cfg.rotation(number), window=cfg.window(number))
-        options["qk_norm"] = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
-        self.attention_norm, self.attention = unbiased_norm(cfg, state), attention(cfg, state, **options)
+        norms = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm = unbiased_norm(cfg, state)
+        self.attention = attention(cfg, number, state, qk_norm=norms)
         self.mlp = gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -53,18 +52,7 @@ class CohereBlock(nn.Module):
         return x_BSD
 
 
-class Cohere(CausalLM):
-    """Compute Command R, or the stage that this pipeline rank holds: scaled logits."""
-
-    config: CohereConfig
-    Block = CohereBlock
-    make_norm = staticmethod(unbiased_norm)
-
-    @property
-    def logit_scale(self) -> float:
-        return self.config.logit_scale
-
-
+Cohere = decoder(CohereBlock, make_norm=unbiased_norm)
 COHERE = Family("cohere", "CohereForCausalLM", CohereConfig, Cohere, LLAMA_NAMES)
 
 

@@ -4,21 +4,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ..layers import AttentionInputs, MultiHeadLatentAttention, TopKRouter, yarn_scale
+from ..layers import MultiHeadLatentAttention, yarn_scale
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, Experts, Fixed, HeadDim, Whole, Width, key, names
-from .base.parts import initial, rms_norm, router
-from .expert_block import (
-    GROUPED_EXPERTS,
-    GroupedExpertsConfig,
-    MultiTokenConfig,
-    corrected_router,
-    grouped_experts,
-)
-from .llama import LLAMA_NAMES, decoder
+from .base.parts import RouterOptions
+from .expert_block import GROUPED_EXPERTS, GroupedExpertsConfig, MultiTokenConfig, grouped_mixture
+from .llama import LLAMA_NAMES, LlamaBlock, decoder
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
@@ -83,45 +76,40 @@ class DeepseekV2Config(LatentAttentionConfig):
     def groups(self) -> tuple[int, int]:
         return super().groups if self.topk_method == "group_limited_greedy" else (1, 1)
 
+    @property
+    def routing(self) -> RouterOptions:
+        """Return how the router chooses: by softmax scores, a token's experts in its best groups."""
+        (groups, chosen), scale = self.groups, self.routed_scaling_factor
+        return RouterOptions(normalize=False, scale=scale, groups=groups, groups_kept=chosen)
 
-def grouped_router(cfg: DeepseekV2Config, state: ParallelState) -> TopKRouter:
-    """Make the router of DeepSeek-V2: softmax scores, and a token's experts in its best groups."""
-    (groups, chosen), scale = cfg.groups, cfg.routed_scaling_factor
-    return router(cfg, state, normalize=False, scale=scale, groups=groups, groups_kept=chosen)
+
+def latent_attention(cfg: Any, number: int, state: ParallelState) -> MultiHeadLatentAttention:
+    """Make the attention of a block."""
+    return MultiHeadLatentAttention(
+        cfg.hidden_size,
+        heads=cfg.num_attention_heads,
+        q_lora_rank=cfg.q_lora_rank,
+        kv_lora_rank=cfg.kv_lora_rank,
+        qk_nope_head_dim=cfg.qk_nope_head_dim,
+        qk_rope_head_dim=cfg.head_dim,
+        v_head_dim=cfg.v_head_dim,
+        bias=cfg.attention_bias,
+        scale=cfg.attention_scale,
+        dropout=cfg.attention_dropout,
+        initial=cfg.initial,
+        state=state,
+    )
 
 
-class DeepseekBlock(nn.Module):
+class DeepseekBlock(LlamaBlock):
     """Compute a block of DeepSeek-V2 or V3 (DeepSeek-AI 2024).
 
     x = x + attention(attention_norm(x))    * multi-head latent attention
     x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
     """
 
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = MultiHeadLatentAttention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            q_lora_rank=cfg.q_lora_rank,
-            kv_lora_rank=cfg.kv_lora_rank,
-            qk_nope_head_dim=cfg.qk_nope_head_dim,
-            qk_rope_head_dim=cfg.head_dim,
-            v_head_dim=cfg.v_head_dim,
-            bias=cfg.attention_bias,
-            scale=cfg.attention_scale,
-            dropout=cfg.attention_dropout,
-            initial=initial(cfg),
-            state=state,
-        )
-        self.mlp_norm = rms_norm(cfg, state)
-        make_router = corrected_router if isinstance(cfg, DeepseekV3Config) else grouped_router
-        self.mlp = grouped_experts(cfg, number, make_router, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+    make_attention = staticmethod(latent_attention)
+    make_experts = staticmethod(grouped_mixture)
 
 
 NAMES = LLAMA_NAMES.but(

@@ -1,16 +1,15 @@
 """Config fields, names and layers of experts: alone, in groups beside shared ones, and with MTP blocks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
 
-from ..layers import TopKRouter
+from ..layers import MoE
 from ..parallel_state import BadInput, ParallelState
 from .base.keys import MOST_EXPERTS, NO, Experts, Fixed, Whole, Width, key
 from .base.names import Entry, per_expert
-from .base.parts import RouterOptions, gated_mlp, mixture, router
+from .base.parts import RouterOptions, gated_mlp, mixture
 from .llama import LlamaConfig
 
 
@@ -115,6 +114,14 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
         return self.n_group or 1, self.topk_group or 1
 
     @property
+    def routing(self) -> RouterOptions:
+        """Return how the router chooses: by sigmoid scores, with biases for the choice (noaux_tc)."""
+        groups, chosen = self.groups
+        options = RouterOptions(normalize=self.norm_topk_prob, groups=groups, groups_kept=chosen)
+        options |= {"score": "sigmoid", "bias_corrected": True, "scale": self.routed_scaling_factor}
+        return options
+
+    @property
     def balance_factor(self) -> float:
         return 0.0
 
@@ -135,22 +142,10 @@ GROUPED_EXPERTS: dict[str, Entry] = {
 }
 
 
-def grouped_experts(
-    cfg: Any, number: int, make_router: Callable[..., TopKRouter], state: ParallelState
-) -> nn.Module:
-    """Make experts behind a router, and beside them one net for all tokens; in the first blocks one net."""
-    if not cfg.has_experts(number):
-        return gated_mlp(cfg, state)
+def grouped_mixture(cfg: Any, state: ParallelState) -> MoE:
+    """Make experts behind a router, and beside them one net for all tokens."""
     shared = gated_mlp(cfg, state, cfg.n_shared_experts * cfg.moe_intermediate_size, entered=True)
-    return mixture(cfg, make_router(cfg, state), cfg.moe_intermediate_size, state, shared=shared)
-
-
-def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
-    """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
-    groups, chosen = cfg.groups
-    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=chosen)
-    options |= {"score": "sigmoid", "bias_corrected": True, "scale": cfg.routed_scaling_factor}
-    return router(cfg, state, **options)
+    return mixture(cfg, state, cfg.moe_intermediate_size, shared=shared, **cfg.routing)
 
 
 class MultiTokenConfig(GroupedExpertsConfig):

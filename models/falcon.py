@@ -4,28 +4,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
-from .base.names import Names, fused
-from .base.parts import AttentionOptions, attention, layer_norm, mlp
-from .llama import LlamaConfig, decoder
+from .base.names import fused
+from .base.parts import layer_norm, mlp
+from .bloom import BLOOM_NAMES
+from .llama import LlamaBlock, LlamaConfig, decoder
 
-NAMES = Names(
-    "transformer.h.{i}",
-    {"embed": "transformer.word_embeddings"},
+NAMES = BLOOM_NAMES.but(
     {
         "attention_norm": "{config.attention_norm}",
         "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_key_value_heads"),
-        "attention.out": "self_attention.dense",
         "mlp_norm": "{config.mlp_norm}",
-        "mlp.up": "mlp.dense_h_to_4h",
-        "mlp.down": "mlp.dense_4h_to_h",
-    },
-    {"norm": "transformer.ln_f", "head": "lm_head"},
+    }
 )
 
 
@@ -74,8 +69,16 @@ class FalconConfig(LlamaConfig):
         fits = new or self.num_ln_in_parallel_attn != 2
         self.require(fits, where, "num_ln_in_parallel_attn", expected)
 
+    def rotation(self, number: int) -> str | None:
+        return None if self.alibi else "all"
+
     def rotations(self) -> dict[str, RotaryEmbedding]:
         return {} if self.alibi else super().rotations()
+
+    @property
+    def use_bias(self) -> bool:
+        """Return whether linears have biases."""
+        return self.bias
 
     @property
     def two_norms(self) -> bool:
@@ -97,7 +100,7 @@ class FalconConfig(LlamaConfig):
         return {key: value for key, value in super().to_hf().items() if key != "head_dim"}
 
 
-class FalconBlock(nn.Module):
+class FalconBlock(LlamaBlock):
     """Compute a block of Falcon. Source: Almazrouei et al. 2023.
 
         x = x + attention(attention_norm(x)) + mlp(mlp_norm(x))    * side by side, in RW one after the other
@@ -105,23 +108,21 @@ class FalconBlock(nn.Module):
     LayerNorm; no gate, GELU. Where ``mlp_norm`` is missing (7B), ``attention_norm`` serves both branches.
     """
 
+    make_norm, make_mlp = staticmethod(layer_norm), staticmethod(mlp)
+
     def __init__(self, cfg: FalconConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        alibi, bias = None, cfg.bias
+        alibi, bias = None, cfg.use_bias
         if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
             alibi = Alibi(alibi_slopes(cfg.num_attention_heads), factor=cfg.head_dim**-0.5, rounded=True)
-        options = AttentionOptions(rotary=None if cfg.alibi else "all", alibi=alibi)
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
-        two_norms = cfg.two_norms or not cfg.parallel_attn
-        self.mlp_norm = layer_norm(cfg, state) if two_norms else None
-        self.mlp = mlp(cfg, state, bias=bias)
+        super().__init__(cfg, number, state, qkv_bias=bias, out_bias=bias, alibi=alibi)
         self.parallel = cfg.parallel_attn
+        if self.parallel and not cfg.two_norms:
+            del self.mlp_norm
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         y_BSD = self.attention_norm(x_BSD)
         before_BSD, x_BSD = x_BSD, x_BSD + self.attention(y_BSD, inputs)
-        if self.mlp_norm is not None:
+        if hasattr(self, "mlp_norm"):
             y_BSD = self.mlp_norm(before_BSD if self.parallel else x_BSD)
         x_BSD = x_BSD + self.mlp(y_BSD)
         return x_BSD

@@ -12,9 +12,9 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import ABSENT, NO, Count, Factor, Fixed, HeadDim, Whole, key
-from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, SLIDING, LayerRopesConfig, LayerTypesConfig
-from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, LlamaConfig, decoder
 from .qwen import HEAD_NORMS
 
 
@@ -43,33 +43,21 @@ class GemmaConfig(LlamaConfig):
 gemma_norm = partial(rms_norm, offset=1.0)
 
 
-class GemmaBlock(nn.Module):
+class GemmaBlock(LlamaBlock):
     """Compute a block of Gemma (Gemma Team 2024).
 
     x = x + attention(attention_norm(x))    * norms scale by 1 + weight
     x = x + mlp(mlp_norm(x))                * GELU
     """
 
-    def __init__(self, cfg: GemmaConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = gemma_norm(cfg, state), attention(cfg, state)
-        self.mlp_norm, self.mlp = gemma_norm(cfg, state), gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+    make_norm = staticmethod(gemma_norm)
 
 
 class GemmaDecoder(CausalLM):
-    """Scale embeddings by the root of their width, and norms by 1 + weight; bound logits in Gemma 2 and 3."""
+    """Scale embeddings by the root of their width, and norms by 1 + weight."""
 
     config: Any
     make_norm = staticmethod(gemma_norm)
-
-    @property
-    def logit_cap(self) -> float | None:
-        return getattr(self.config, "final_logit_softcapping", None)
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
@@ -114,12 +102,9 @@ class Gemma2Block(nn.Module):
     def __init__(self, cfg: Gemma2Config, number: int, state: ParallelState) -> None:
         super().__init__()
         scale, cap = cfg.query_pre_attn_scalar**-0.5, cfg.attn_logit_softcapping
-        options = AttentionOptions(window=cfg.window(number), rotary=cfg.rotation(number))
-        options |= {"scale": scale, "soft_cap": cap}
-        if isinstance(cfg, Gemma3Config):
-            options["qk_norm"] = head_rms_norm(cfg, state, offset=1.0)
+        norms = head_rms_norm(cfg, state, offset=1.0) if isinstance(cfg, Gemma3Config) else None
         self.attention_norm = gemma_norm(cfg, state)
-        self.attention = attention(cfg, state, **options)
+        self.attention = attention(cfg, number, state, scale=scale, soft_cap=cap, qk_norm=norms)
         self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
 

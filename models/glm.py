@@ -9,8 +9,8 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, Epsilon, Experts, Fixed, HeadDim, Share, Whole, Width
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
-from .expert_block import GROUPED_EXPERTS, MultiTokenConfig, corrected_router, grouped_experts
-from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
+from .expert_block import GROUPED_EXPERTS, MultiTokenConfig, grouped_mixture
+from .llama import LLAMA_NAMES, LlamaBlock, PartialRotaryConfig, decoder
 from .phi import FUSED_GATE_UP
 
 GLM4_NAMES = LLAMA_NAMES.but(
@@ -48,7 +48,7 @@ class Glm4Block(nn.Module):
     def __init__(self, cfg: Glm4Config, number: int, state: ParallelState) -> None:
         super().__init__()
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, out_bias=False)
+        self.attention = attention(cfg, number, state, out_bias=False)
         self.after_attention, self.mlp_norm = rms_norm(cfg, state), rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 
@@ -77,25 +77,18 @@ class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
     rms_norm_eps: Epsilon = 1e-5
 
 
-class Glm4MoeBlock(nn.Module):
+class Glm4MoeBlock(LlamaBlock):
     """Compute a block of GLM-4.5 (Zeng et al. 2025).
 
     x = x + attention(attention_norm(x))    * biases on q, k, v; heads partly rotated, some normalised
     x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
     """
 
-    def __init__(self, cfg: Glm4MoeConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        norms = head_rms_norm(cfg, state) if cfg.use_qk_norm else None
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, out_bias=False, qk_norm=norms)
-        self.mlp_norm = rms_norm(cfg, state)
-        self.mlp = grouped_experts(cfg, number, corrected_router, state)
+    make_experts = staticmethod(grouped_mixture)
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+    def __init__(self, cfg: Glm4MoeConfig, number: int, state: ParallelState) -> None:
+        norms = head_rms_norm(cfg, state) if cfg.use_qk_norm else None
+        super().__init__(cfg, number, state, out_bias=False, qk_norm=norms)
 
 
 GLM4_MOE = Family(

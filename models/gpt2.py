@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..layers import AttentionInputs, Dropout, PositionEmbedding, default_positions
+from ..layers import PositionEmbedding, default_positions
 from ..parallel_state import Normal, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
 from .base.keys import NO, YES, Count, DropoutRate, Epsilon, Fixed, Width, key
 from .base.names import Names, fused, transposed
-from .base.parts import AttentionOptions, attention, layer_norm, mlp
+from .base.parts import layer_norm, mlp
+from .llama import DropoutBlock
 
 
 class WholeHeadsConfig(ModelConfig):
@@ -72,27 +73,24 @@ NAMES = Names(
 )
 
 
-class GPT2Block(nn.Module):
+def residual_initial(cfg: GPT2Config) -> Normal:
+    """Return how layers start that add to the residual stream: smaller, by their number (section 2.3)."""
+    return Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+
+
+class GPT2Block(DropoutBlock):
     """Compute a block of GPT-2. Source: Radford et al. 2019.
 
     x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
     x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
     """
 
-    def __init__(self, cfg: GPT2Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
-        small = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
-        options = AttentionOptions(rotary=None, out_initial=small)
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, **options)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, out_initial=small)
-        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+    make_norm, dropout_field = staticmethod(layer_norm), "resid_pdrop"
+    make_mlp = staticmethod(lambda cfg, state: mlp(cfg, state, out_initial=residual_initial(cfg)))
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+    def __init__(self, cfg: GPT2Config, number: int, state: ParallelState) -> None:
+        small = residual_initial(cfg)
+        super().__init__(cfg, number, state, qkv_bias=True, out_bias=True, out_initial=small)
 
 
 class GPT2(CausalLM):
@@ -105,7 +103,7 @@ class GPT2(CausalLM):
 
     def add_embedding_modules(self) -> None:
         rows, width = self.config.max_position_embeddings, self.config.hidden_size
-        self.position = PositionEmbedding(rows, width, initial=self.initial, state=self.state)
+        self.position = PositionEmbedding(rows, width, initial=self.config.initial, state=self.state)
         super().add_embedding_modules()
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:

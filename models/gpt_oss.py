@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs, ClampedExperts, MoE
+from ..layers import ClampedExperts, MoE
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import YES, Count, Epsilon, Experts, Factor, Fixed, HeadDim, Whole, names
-from .base.parts import attention, initial, rms_norm, router
+from .base.parts import router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import LLAMA_NAMES, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -80,27 +78,25 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         return {**written, "rope_scaling": written["rope_scaling"] or {"rope_type": "default"}}
 
 
-class GptOssBlock(nn.Module):
+def clamped_mixture(cfg: GptOssConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block, and the router with biases before them."""
+    sizes = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
+    alpha, limit, starts = cfg.swiglu_alpha, cfg.swiglu_limit, cfg.initial
+    experts = ClampedExperts(*sizes, alpha=alpha, limit=limit, initial=starts, state=state)
+    return MoE(router(cfg, state, biased=True), experts, state=state)
+
+
+class GptOssBlock(LlamaBlock):
     """Compute a block of GPT-OSS (OpenAI 2025).
 
     x = x + attention(attention_norm(x))    * a sink for each head; every other block: a window
     x = x + mlp(mlp_norm(x))                * experts with biases, clamped
     """
 
-    def __init__(self, cfg: GptOssConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, window=cfg.window(number), sinks=True)
-        sizes = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
-        alpha, limit, starts = cfg.swiglu_alpha, cfg.swiglu_limit, initial(cfg)
-        experts = ClampedExperts(*sizes, alpha=alpha, limit=limit, initial=starts, state=state)
-        self.mlp_norm = rms_norm(cfg, state)
-        self.mlp = MoE(router(cfg, state, biased=True), experts, state=state)
+    make_experts = staticmethod(clamped_mixture)
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+    def __init__(self, cfg: GptOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__(cfg, number, state, sinks=True)
 
 
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, decoder(GptOssBlock), NAMES)

@@ -13,9 +13,9 @@ from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, NO, Count, Factor, Fixed, Whole, Width, key
 from .base.names import fused
-from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
+from .base.parts import attention, gated_mlp, mixture, rms_norm
 from .expert_block import ExpertsConfig
-from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, LlamaConfig, decoder
 from .qwen_hybrid import FULL, LINEAR, check_mixers
 
 
@@ -28,8 +28,13 @@ class GraniteConfig(LlamaConfig):
     residual_multiplier: Factor = 1.0
     logits_scaling: Factor = 1.0
 
+    @property
+    def logit_scale(self) -> float:
+        """Return the factor of the logits."""
+        return 1 / self.logits_scaling
 
-class GraniteBlock(nn.Module):
+
+class GraniteBlock(LlamaBlock):
     """Compute a block of Granite 3.
 
     x = x + attention(attention_norm(x)) * scale    * scores and branches have factors
@@ -37,10 +42,7 @@ class GraniteBlock(nn.Module):
     """
 
     def __init__(self, cfg: GraniteConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, scale=cfg.attention_multiplier)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        super().__init__(cfg, number, state, scale=cfg.attention_multiplier)
         self.scale = cfg.residual_multiplier
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -50,17 +52,13 @@ class GraniteBlock(nn.Module):
 
 
 class Granite(CausalLM):
-    """Compute Granite 3, or the stage that this pipeline rank holds: embeddings and logits are scaled."""
+    """Compute Granite 3, or the stage that this pipeline rank holds: embeddings are scaled."""
 
     config: GraniteConfig
     Block: ClassVar[Any] = GraniteBlock
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         return x_BSD * self.config.embedding_multiplier
-
-    @property
-    def logit_scale(self) -> float:
-        return 1 / self.config.logits_scaling
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", GraniteConfig, Granite, LLAMA_NAMES)
@@ -130,6 +128,9 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         """Return the width of a head of a Mamba-2 mixer."""
         return self.mamba_expand * self.hidden_size // self.mamba_n_heads
 
+    def rotation(self, number: int) -> str | None:
+        return "all" if self.position_embedding_type == "rope" else None
+
     def has_experts(self, number: int) -> bool:
         return self.num_local_experts > 0
 
@@ -165,17 +166,16 @@ class GraniteHybridBlock(nn.Module):
                 bias=cfg.mamba_proj_bias,
                 conv_bias=cfg.mamba_conv_bias,
                 eps=cfg.rms_norm_eps,
-                initial=initial(cfg),
+                initial=cfg.initial,
                 state=state,
             )
         else:
-            rotary = "all" if cfg.position_embedding_type == "rope" else None
             self.attention_norm = rms_norm(cfg, state)
-            self.attention = attention(cfg, state, rotary=rotary, scale=cfg.attention_multiplier)
+            self.attention = attention(cfg, number, state, scale=cfg.attention_multiplier)
         self.mlp_norm = rms_norm(cfg, state)
-        experts, width = cfg.has_experts(number), cfg.intermediate_size
+        experts = cfg.has_experts(number)
         shared = gated_mlp(cfg, state, cfg.shared_intermediate_size, entered=experts)
-        self.mlp = mixture(cfg, router(cfg, state), width, state, shared=shared) if experts else shared
+        self.mlp = mixture(cfg, state, shared=shared) if experts else shared
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         if self.recurrent:

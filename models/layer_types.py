@@ -1,11 +1,10 @@
 """Config fields of families in which some blocks see a window of tokens, which may have its own rotation."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..parallel_state import BadInput
 from .base.keys import MOST_BLOCKS, Factor, Whole, key, names
-from .base.rope_config import RopeScaling, read_scaling, write_scaling
+from .base.rope_config import RopeScaling, read_scaling
 from .llama import LlamaConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -64,16 +63,13 @@ class LayerRopesConfig(LayerTypesConfig):
 
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        ropes = fields.get("rope_parameters")
-        local: Mapping[str, Any] = {}
+        ropes, local = fields.get("rope_parameters"), dict[str, Any]()
         if isinstance(ropes, dict):
-            whole, window = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
-            others = set(ropes) - {FULL, SLIDING}
-            if others or not isinstance(window, dict) or not isinstance(whole, dict):
+            whole, local = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
+            if not (ropes.keys() <= {FULL, SLIDING} and isinstance(whole, dict) and isinstance(local, dict)):
                 expected = f"an object each for {FULL} and {SLIDING}"
                 raise BadInput(where, "rope_parameters", expected=expected, found=repr(ropes)[:80])
             fields = {**fields, "rope_parameters": whole or None}
-            local = window
         most = {"max_position_embeddings": fields.get("max_position_embeddings")}
         fields = super().prepare(fields, where)
         fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
@@ -93,8 +89,9 @@ class LayerRopesConfig(LayerTypesConfig):
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
         written = super().to_hf()
         del written[self.spelled("rope_local_scaling")]
+        default = {"rope_type": "default"}
         both = {
-            kind: (write_scaling(scaling) or {"rope_type": "default"}) | {"rope_theta": theta}
+            kind: (scaling.model_dump(mode="json") if scaling else default) | {"rope_theta": theta}
             for kind, (theta, scaling) in self.by_type.items()
         }
         return {**written, "rope_parameters": both}

@@ -1,19 +1,20 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3; SmolLM 3, in which some blocks have no positions; Seed-OSS, with biases and dropout."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Unpack
 
+from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, RotaryEmbedding
+from ..layers import AttentionInputs, Dropout, RotaryEmbedding
 from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
 from .base.keys import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole, names
 from .base.names import Names
-from .base.parts import attention, gated_mlp, rms_norm
-from .base.rope_config import RopeScaling, check_factors, read_rope, take_share, write_scaling
+from .base.parts import AttentionOptions, attention, gated_mlp, mixture, rms_norm
+from .base.rope_config import RopeScaling, check_factors, read_rope, take_share
 
 
 class LlamaConfig(ModelConfig):
@@ -77,10 +78,6 @@ class LlamaConfig(ModelConfig):
         same = stated is None or stated == [kind] * blocks
         self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
 
-    def has_experts(self, number: int) -> bool:
-        """Tell whether block ``number`` has experts, or one net."""
-        return False
-
     def rotation(self, number: int) -> str | None:
         return "all"
 
@@ -102,10 +99,6 @@ class LlamaConfig(ModelConfig):
             )
             for name, (theta, scaling) in self.by_type.items()
         }
-
-    def to_hf(self) -> dict[str, Any]:
-        # Beside ``rope_theta`` both transformers 4 and 5 read it.
-        return {**super().to_hf(), "rope_scaling": write_scaling(self.rope_scaling)}
 
 
 class PartialRotaryConfig(LlamaConfig):
@@ -130,6 +123,22 @@ class PartialRotaryConfig(LlamaConfig):
         expected = f"a share of head_dim={self.head_dim} that is an even number of it"
         even = self.rotary_dim and self.rotary_dim % 2 == 0
         self.require(even, where, "partial_rotary_factor", expected)
+
+
+class NoWindowsConfig(LlamaConfig):
+    """Read the keys of windows over some of the blocks, which are off in every released model.
+
+    ``sliding_window`` alone says nothing as long as it is not used.
+    """
+
+    READ: ClassVar[frozenset[str]] = names("use_sliding_window sliding_window max_window_layers")
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("use_sliding_window") not in (None, False):
+            expected = "false: windows over some of the blocks are not supported"
+            raise BadInput(where, "use_sliding_window", expected=expected, found=fields["use_sliding_window"])
+        return super().prepare(fields, where)
 
 
 #: Ours -> Hugging Face's, of Llama and of what its relatives add.
@@ -167,15 +176,41 @@ class LlamaBlock(nn.Module):
     x = x + mlp(mlp_norm(x))
     """
 
-    def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
+    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
+    make_attention: ClassVar[Callable[..., nn.Module]] = staticmethod(attention)
+    make_mlp: ClassVar[Callable[..., nn.Module]] = staticmethod(gated_mlp)
+    make_experts: ClassVar[Callable[..., nn.Module]] = staticmethod(mixture)
+
+    def __init__(
+        self, cfg: Any, number: int, state: ParallelState, **options: Unpack[AttentionOptions]
+    ) -> None:
         super().__init__()
-        rotary = cfg.rotation(number)
-        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.attention_norm = self.make_norm(cfg, state)
+        self.attention = self.make_attention(cfg, number, state, **options)
+        self.mlp_norm = self.make_norm(cfg, state)
+        self.mlp = (self.make_experts if cfg.has_experts(number) else self.make_mlp)(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
         x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class DropoutBlock(LlamaBlock):
+    """Compute a block of Llama's form, with dropout of what each branch adds."""
+
+    #: The config's field of its rate.
+    dropout_field: ClassVar[str] = "residual_dropout"
+
+    def __init__(
+        self, cfg: Any, number: int, state: ParallelState, **options: Unpack[AttentionOptions]
+    ) -> None:
+        super().__init__(cfg, number, state, **options)
+        self.dropout = Dropout(getattr(cfg, self.dropout_field), state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
 
@@ -194,3 +229,66 @@ LLAMA = Family(
     LLAMA_NAMES,
     ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
 )
+
+
+class SmolLM3Config(NoWindowsConfig):
+    """List the fields of a SmolLM 3 config.json; its blocks are Llama's.
+
+    ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
+    """
+
+    UNPADDED: ClassVar[bool] = True
+
+    num_key_value_heads: Whole = 4
+    max_position_embeddings: Whole = 32768
+    rope_theta: Factor = 2e6
+    tie_word_embeddings: bool = True
+    no_rope_layers: tuple[Annotated[int, Field(ge=0, le=1)], ...] = ()
+    no_rope_layer_interval: Whole = 4
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        stated, blocks = len(self.no_rope_layers), self.num_hidden_layers
+        fits = not stated or stated >= blocks
+        self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", stated)
+
+    def rotation(self, number: int) -> str | None:
+        stated, interval = self.no_rope_layers, self.no_rope_layer_interval
+        return "all" if (stated[number] if stated else (number + 1) % interval) else None
+
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, Llama, LLAMA_NAMES)
+
+
+class SeedOssConfig(LlamaConfig):
+    """List the fields of a Seed-OSS config.json; its blocks have dropout.
+
+    ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
+    """
+
+    UNPADDED: ClassVar[bool] = True
+
+    num_key_value_heads: Whole = 8
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 524288
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+    attention_dropout: DropoutRate = 0.1
+    residual_dropout: DropoutRate = 0.1
+
+
+class SeedOssBlock(DropoutBlock):
+    """Compute a block of Seed-OSS.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases on queries, keys and values
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__(cfg, number, state, out_bias=cfg.attention_out_bias)
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, decoder(SeedOssBlock), LLAMA_NAMES)

@@ -1,17 +1,12 @@
 """Mistral, whose tokens see the last ``sliding_window`` tokens alone, and Mixtral, with experts."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs
-from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
 from .base.names import per_expert
-from .base.parts import attention, gated_mlp, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
-from .llama import LLAMA_NAMES, LlamaConfig, decoder
+from .llama import LLAMA_NAMES, LlamaBlock, LlamaConfig, decoder
 
 
 class MistralConfig(LlamaConfig):
@@ -23,25 +18,12 @@ class MistralConfig(LlamaConfig):
     sliding_window: Whole | None = 4096
 
 
-class MistralBlock(nn.Module):
+class MistralBlock(LlamaBlock):
     """Compute a block of Mistral or Mixtral. Source: Jiang et al. 2023, 2024.
 
     x = x + attention(attention_norm(x))    * a window
     x = x + mlp(mlp_norm(x))                * Mixtral: experts
     """
-
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, window=cfg.sliding_window)
-        self.mlp_norm = rms_norm(cfg, state)
-        experts, width = cfg.has_experts(number), cfg.intermediate_size
-        self.mlp = mixture(cfg, router(cfg, state), width, state) if experts else gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, decoder(MistralBlock), LLAMA_NAMES)

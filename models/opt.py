@@ -2,19 +2,20 @@
 embeddings are narrower than hidden states.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs, Dropout, PositionEmbedding, ReplicatedLinear, default_positions
+from ..layers import AttentionInputs, PositionEmbedding, ReplicatedLinear, default_positions
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
 from .base.names import Names
-from .base.parts import AttentionOptions, attention, layer_norm, mlp
+from .base.parts import layer_norm, mlp
 from .gpt2 import WholeHeadsConfig
+from .llama import DropoutBlock
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
@@ -88,30 +89,20 @@ class ProjectedNorm(nn.Module):
         self.norm, self.project = norm, project
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        projected: Tensor = self.project(self.norm(x_BSD))
-        return projected
+        return cast(Tensor, self.project(self.norm(x_BSD)))
 
 
-class OPTBlock(nn.Module):
+class OPTBlock(DropoutBlock):
     """Compute a block of OPT or StarCoder 2. Source: Zhang et al. 2022; Lozhkov et al. 2024.
 
     x = x + dropout(attention(attention_norm(x)))    * biases, no rotation (StarCoder 2: a window); LayerNorm
     x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU (StarCoder 2: GELU)
     """
 
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        bias = cfg.use_bias
-        options = AttentionOptions(rotary=cfg.rotation(number), window=cfg.window(number))
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
-        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
+    make_norm, make_mlp = staticmethod(layer_norm), staticmethod(mlp)
 
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
+        super().__init__(cfg, number, state, qkv_bias=cfg.use_bias, out_bias=cfg.use_bias)
 
 
 class OPTNormsAfterBlock(OPTBlock):
@@ -140,36 +131,32 @@ class OPT(CausalLM):
 
     def make_last_norm(self) -> nn.Module:
         """Make the last norm and the projection to the embeddings' width, where the model has them."""
-        norm = super().make_last_norm() if self.config.do_layer_norm_before else nn.Identity()
-        if not self.projects:
-            return norm
-        wide, narrow = self.config.hidden_size, self.config.word_embed_proj_dim
-        return ProjectedNorm(norm, self.projection(wide, narrow))
+        cfg = self.config
+        norm = super().make_last_norm() if cfg.do_layer_norm_before else nn.Identity()
+        projects, widths = self.projects, (cfg.hidden_size, cfg.word_embed_proj_dim)
+        return ProjectedNorm(norm, self.linear(*widths)) if projects else norm
 
     @property
     def projects(self) -> bool:
         """Return whether embeddings are of another width than hidden states."""
         return self.config.word_embed_proj_dim != self.config.hidden_size
 
-    def projection(self, width: int, made: int) -> ReplicatedLinear:
+    def linear(self, width: int, made: int) -> ReplicatedLinear:
         """Make a linear layer from one of the two widths to the other."""
-        return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
+        return ReplicatedLinear(width, made, False, initial=self.config.initial, state=self.state)
 
     def add_embedding_modules(self) -> None:
         cfg = self.config
         if self.projects:
-            self.project_in = self.projection(cfg.word_embed_proj_dim, cfg.hidden_size)
-        self.position = PositionEmbedding(
-            cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
-        )
+            self.project_in = self.linear(cfg.word_embed_proj_dim, cfg.hidden_size)
+        rows, width = cfg.max_position_embeddings + OFFSET, cfg.hidden_size
+        self.position = PositionEmbedding(rows, width, initial=cfg.initial, state=self.state)
 
     def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
-        if self.projects:
-            x_BSD = self.project_in(x_BSD)
-        added: Tensor = self.position(x_BSD, positions + OFFSET)
-        return added
+        x_BSD = self.project_in(x_BSD) if self.projects else x_BSD
+        return cast(Tensor, self.position(x_BSD, positions + OFFSET))
 
 
 OPT_FAMILY = Family("opt", "OPTForCausalLM", OPTConfig, OPT, NAMES, optional_prefix="model.")

@@ -5,16 +5,12 @@ and 4: Llama whose queries, keys and values, and gate and up, are stored as one;
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
-from ..layers import AttentionInputs, Dropout, LayerNorm
-from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import NO, YES, ZERO, DropoutRate, Epsilon, Factor, Fixed, Share, Whole, key
 from .base.names import Entry, fused
-from .base.parts import HeadNorm, attention, gated_mlp, layer_norm, mlp, rms_norm
-from .gpt_neox import GPTNeoXConfig
-from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
+from .base.parts import layer_norm
+from .gpt_neox import GPTJBlock, GPTNeoXConfig
+from .llama import LLAMA_NAMES, DropoutBlock, PartialRotaryConfig, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -46,35 +42,11 @@ class PhiConfig(GPTNeoXConfig):
     embd_pdrop: DropoutRate = 0.0
 
 
-class PhiBlock(nn.Module):
-    """Compute a block of Phi or GPT-J. Source: Gunasekar et al. 2023; Wang and Komatsuzaki 2021.
-
-    y = attention_norm(x)                                 * one LayerNorm for both branches
-    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases (GPT-J: of mlp alone); GELU
-    """
-
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        norm = head_norm(cfg, state) if getattr(cfg, "qk_layernorm", False) else None
-        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state, qk_norm=norm)
-        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        y_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
-        return x_BSD
-
-
-def head_norm(cfg: PhiConfig, state: ParallelState) -> HeadNorm:
-    """Return what makes the LayerNorm of each head of queries and keys, with one weight for all."""
-    return lambda heads: LayerNorm(cfg.head_dim, cfg.layer_norm_eps, heads=True, state=state)
-
-
 PHI = Family(
     "phi",
     "PhiForCausalLM",
     PhiConfig,
-    decoder(PhiBlock, make_norm=layer_norm, embedding_dropout="embd_pdrop", biased_head=True),
+    decoder(GPTJBlock, make_norm=layer_norm, embedding_dropout="embd_pdrop", biased_head=True),
     NAMES,
 )
 
@@ -119,25 +91,12 @@ class Phi3Config(PartialRotaryConfig):
         self.require(kind == "longrope", where, "rope_scaling.rope_type", "'longrope' or null", kind)
 
 
-class Phi3Block(nn.Module):
-    """Compute a block of Phi 3, 3.5 or 4, or of Seed-OSS.
+class Phi3Block(DropoutBlock):
+    """Compute a block of Phi 3, 3.5 or 4.
 
-    x = x + dropout(attention(attention_norm(x)))    * a window; Seed-OSS: none, biases on q, k, v
+    x = x + dropout(attention(attention_norm(x)))    * a window
     x = x + dropout(mlp(mlp_norm(x)))
     """
-
-    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm = rms_norm(cfg, state)
-        out_bias = getattr(cfg, "attention_out_bias", None)
-        self.attention = attention(cfg, state, out_bias=out_bias, window=cfg.window(number))
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
-        self.dropout = Dropout(cfg.residual_dropout, state=state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
 
 
 PHI3 = Family(

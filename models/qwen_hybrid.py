@@ -12,10 +12,9 @@ from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, Experts, HeadDim, Share, Whole, Width
 from .base.names import fused
-from .base.parts import attention, gated_mlp, head_rms_norm, initial, rms_norm
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder
-from .qwen import Qwen3Config
-from .qwen_moe import SHARED_MIXTURE, SharedExpertConfig, shared_mixture
+from .qwen import SHARED_MIXTURE, Qwen3Config, SharedExpertConfig, qwen_mixture
 
 LINEAR, FULL = "linear_attention", "full_attention"
 #: Where a config does not list the types of its blocks: every so many blocks one has attention.
@@ -109,15 +108,15 @@ class QwenHybridBlock(nn.Module):
                 kernel_size=cfg.linear_conv_kernel_dim,
                 act=cfg.hidden_act,
                 eps=cfg.rms_norm_eps,
-                initial=initial(cfg),
+                initial=cfg.initial,
                 state=state,
             )
         else:
             norms = head_rms_norm(cfg, state, offset=1.0)
             self.attention_norm = hybrid_norm(cfg, state)
-            self.attention = attention(cfg, state, qk_norm=norms, gated=True)
+            self.attention = attention(cfg, number, state, qk_norm=norms, gated=True)
         self.mlp_norm = hybrid_norm(cfg, state)
-        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+        self.mlp = qwen_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         if self.recurrent:

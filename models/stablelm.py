@@ -2,15 +2,15 @@
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
 from .base.names import per_expert
-from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
-from .llama import LLAMA_NAMES, PartialRotaryConfig, decoder
+from .base.parts import head_layer_norm, layer_norm
+from .llama import LLAMA_NAMES, LlamaBlock, PartialRotaryConfig, decoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -38,22 +38,21 @@ class StableLmConfig(PartialRotaryConfig):
     hidden_dropout: DropoutRate = 0.0
 
 
-class StableLmBlock(nn.Module):
+class StableLmBlock(LlamaBlock):
     """Compute a block of StableLM.
 
     x = x + attention(attention_norm(x))    * LayerNorm; heads partly rotated, some normalised
     x = x + mlp(mlp_norm(x))                * or both branches side by side, after attention_norm
     """
 
+    make_norm = staticmethod(layer_norm)
+
     def __init__(self, cfg: StableLmConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
         norm = head_layer_norm(cfg, state) if cfg.qk_layernorm else None
+        super().__init__(cfg, number, state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
         self.parallel = cfg.use_parallel_residual
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
-        if not self.parallel:
-            self.mlp_norm = layer_norm(cfg, state)
-        self.mlp = gated_mlp(cfg, state)
+        if self.parallel:
+            del self.mlp_norm
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         y_BSD = self.attention_norm(x_BSD)

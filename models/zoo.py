@@ -1,18 +1,24 @@
-"""List the families by Hugging Face's ``model_type``."""
+"""List the families by Hugging Face's ``model_type``, and the published sizes of models by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from ..parallel_state import BadInput
+from ..storage.small_files import read_toml
+from .base.config import ModelConfig
 from .base.family import Family
 from .from_transformers import family_of_type
 
 #: Files of this folder that have a family, or one and its successors.
 _FILES = """
-    llama gpt2 mistral qwen qwen_moe glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox gptj
-    falcon opt bloom gpt_oss deepseek qwen_hybrid smollm3 seed_oss exaone4
+    llama gpt2 mistral qwen glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox
+    falcon opt bloom gpt_oss deepseek qwen_hybrid
 """
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -50,17 +56,14 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             found="no such key" if raw else "an object without any key",
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
-    zoo = isinstance(kind, str) and kind in FAMILIES
-    mine = zoo and implementation_of(raw) == "auto"
-    adopted = family_of_type(kind) if isinstance(kind, str) and not mine else None
-    if adopted is None and not zoo:
+    text = kind if isinstance(kind, str) else ""
+    family = FAMILIES.get(text) if implementation_of(raw) == "auto" else None
+    family = family or (family_of_type(text) if text else None)
+    if family is None:
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
-        expected = (
-            f"one of the {len(FAMILIES)} types that `trilith models` lists, or another of transformers'"
-        )
-        todo = f"Nearest: {near[0]}" if near else ""
+        listed = f"one of the {len(FAMILIES)} types that `trilith models` lists"
+        expected, todo = f"{listed}, or another of transformers'", f"Nearest: {near[0]}" if near else ""
         raise BadInput(where, "model_type", expected=expected, found=repr(kind)[:80], todo=todo)
-    family = FAMILIES[kind] if adopted is None else adopted
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:
         expected = f"[{family.architecture!r}], which predicts the next token"
@@ -68,3 +71,85 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
         actual = repr(architectures)[:80]
         raise BadInput(where, "architectures", expected=expected, found=actual, todo=todo)
     return family
+
+
+_TABLE = Path(__file__).with_name("sizes.toml")
+#: The fields whose values a row begins with, behind the number of parameters.
+STANDARD = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Describe a published model: the fields of its config.json, and its published number of parameters."""
+
+    name: str
+    fields: Mapping[str, Any]
+    parameters: int
+
+    @property
+    def family(self) -> Family:
+        """Return the family of the model."""
+        return family_of(self.fields, self.name)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Return the config of the model."""
+        return self.family.from_hf(self.fields, self.name)
+
+    def with_fields(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields with some replaced, which may have another name that the family knows."""
+        common = self.family.config.OWN_NAMES
+        changed = {common.get(key, key) for key in changes}
+        unchanged = {key: value for key, value in self.fields.items() if common.get(key, key) not in changed}
+        return {**unchanged, **changes}
+
+
+@cache
+def published_sizes() -> Mapping[str, Size]:
+    """Return every row of the table, in its order."""
+    sizes = {}
+    for model_type, groups in read_toml(_TABLE).items():
+        for group in groups:
+            rows, null = group.pop("sizes"), group.pop("null", ())
+            further = group.pop("further", ())
+            columns = group.pop("columns", (*STANDARD, *further))
+            shared = {"model_type": model_type, **dict.fromkeys(null), **group}
+            for name, (parameters, *values) in rows.items():
+                fields = shared | dict(zip(columns, values, strict=True))
+                sizes[name] = Size(name, fields, parameters)
+    return sizes
+
+
+def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) -> Size:
+    """Return the size of this name, such as ``llama-3.1-8b``.
+
+    Raises ``BadInput`` with the nearest names, among them those of ``also``.
+    """
+    sizes = published_sizes()
+    size = sizes.get(name.lower())
+    if size is None:
+        near = get_close_matches(name.lower(), sorted({*sizes, *also}), n=3, cutoff=0.5)
+        todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
+        raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
+    return size
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """Return a tiny config.json of this ``model_type``, with few of its fields at their defaults."""
+    rows, config = _rows(), FAMILIES[model_type].config
+    own: dict[str, Any] = deepcopy({**rows[model_type]})
+    left_out = {*config.HARMLESS, *own.pop("absent", ())}
+    shared = {
+        config.spelled(name): deepcopy(value)
+        for name, value in rows["common"].items()
+        if name in config.model_fields and name not in left_out
+    }
+    return {"model_type": model_type, **shared, **dict.fromkeys(own.pop("null", ())), **own}
+
+
+@cache
+def _rows() -> Mapping[str, dict[str, Any]]:
+    return read_toml(Path(__file__).with_name("tiny.toml"))

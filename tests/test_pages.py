@@ -48,7 +48,7 @@ OTHER_PYTHON = {
     "docs/chat_model.md": "test_tutorials.py",
     "docs/fine_tuning.md": "test_fine_tuning_doc.py",
     "docs/nanogpt.md": "test_tutorials.py",
-    "docs/new_family.md": "a piece of models/smollm3.py",
+    "docs/new_family.md": "a piece of models/stablelm.py",
     "docs/training.md": "test_training_from_python_works_as_shown",
     "docs/watching.md": "needs an account with a tracker",
     "docs/your_model.md": "test_own_models.py",
@@ -108,7 +108,7 @@ def test_python_on_a_page_runs(page):
 
 
 def test_the_class_on_the_page_of_new_families_is_the_family_s():
-    page, file = Page.read("docs/new_family.md"), ROOT / "models" / "gpt_neox.py"
+    page, file = Page.read("docs/new_family.md"), ROOT / "models" / "stablelm.py"
     assert all(code in file.read_text() for code in page.blocks("python"))
     assert len(file.read_text().splitlines()) <= 90
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "models").glob("test_*.py"))

@@ -1,4 +1,5 @@
-"""Define a decoder-only language model, or the pipeline stage of it that this rank holds.
+"""Define a decoder-only language model, or the pipeline stage of it that this rank holds, and blocks behind
+the last one that predict tokens after the next one.
 
 B batch  S sequence  D hidden
 """
@@ -6,7 +7,7 @@ B batch  S sequence  D hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ...layers import (
     Dropout,
     KeyValueCache,
     PinnedBackend,
+    ReplicatedLinear,
     RotaryEmbedding,
     Stage,
     VocabParallelEmbedding,
@@ -24,8 +26,7 @@ from ...layers import (
     bounded,
     set_attention_backend,
 )
-from ...parallel_state import Normal, ParallelState, alone_or, local
-from .multi_token import MultiTokenPrediction
+from ...parallel_state import ParallelState, alone_or, local
 from .parts import rms_norm
 
 if TYPE_CHECKING:
@@ -76,12 +77,11 @@ class CausalLM(nn.Module):
         self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
         tied, vocabulary, width = cfg.tie_word_embeddings, cfg.vocab_size, cfg.embedding_width
+        drawn = {"initial": cfg.initial, "state": state}
         shared = tied or cfg.mtp_blocks > 0  # both ends of a pipeline use the embedding
         if stage.first or (stage.last and shared):
             ends = shared and not (stage.first and stage.last)
-            self.embed = VocabParallelEmbedding(
-                vocabulary, width, ends=ends, initial=self.initial, state=state
-            )
+            self.embed = VocabParallelEmbedding(vocabulary, width, ends=ends, **drawn)
         if stage.first:
             self.add_embedding_modules()
         self.rotary: dict[str, RotaryEmbedding] = {**cfg.rotations()}
@@ -94,8 +94,7 @@ class CausalLM(nn.Module):
         if stage.last:
             self.norm = self.make_last_norm()
             if not tied:
-                bias = self.biased_head
-                self.head = VocabParallelHead(width, vocabulary, bias=bias, initial=self.initial, state=state)
+                self.head = VocabParallelHead(width, vocabulary, bias=self.biased_head, **drawn)
 
     def forward(
         self,
@@ -148,8 +147,7 @@ class CausalLM(nn.Module):
 
     def block(self, number: int) -> nn.Module:
         """Make the block of this number; those of multi-token prediction count on after the last one."""
-        block: nn.Module = self.Block(self.config, number, self.state)
-        return block
+        return cast(nn.Module, self.Block(self.config, number, self.state))
 
     def make_last_norm(self) -> nn.Module:
         """Make what comes between the last block and the output layer."""
@@ -169,19 +167,14 @@ class CausalLM(nn.Module):
         """Return the bound of the logits (see ``layers.bounded``), a number because the loss needs its
         derivative.
         """
-        return None
+        return getattr(self.config, "final_logit_softcapping", None)
 
     @property
     def logit_scale(self) -> float:
         """Return the factor of the logits, before their bound (Cohere, Granite)."""
-        return 1.0
+        return getattr(self.config, "logit_scale", 1.0)
 
     # What all families have.
-
-    @property
-    def initial(self) -> Normal:
-        """Return how the weights of matrices start."""
-        return Normal(self.config.initializer_range)
 
     @property
     def can_cache(self) -> bool:
@@ -191,7 +184,7 @@ class CausalLM(nn.Module):
     @property
     def entry(self) -> list[nn.Module]:
         """Return the modules before the first block: embedding, and those of ``add_embedding_modules``."""
-        others = ("rotary", "layers", "norm", "head", "mtp")
+        others = {"layers", "norm", "head", "mtp"}
         return [module for name, module in self.named_children() if name not in others]
 
     @property
@@ -244,3 +237,27 @@ class CausalLM(nn.Module):
         """Return this rank's part of the output layer's bias, (padded / tensor,), if it has one."""
         bias = None if self.config.tie_word_embeddings else self.head.bias
         return None if bias is None else local(bias)
+
+
+class MultiTokenPrediction(nn.Module):
+    """Compute the hidden states that predict one token further than those that are given.
+
+    Input: hidden states (B, S, D) for the token after place t, and embeddings of that token, both (B, S /
+    tensor, D) with sequence parallelism. Output: hidden states for the token after it, and the same
+    normalised, for the output layer. Embedding and output layer are those of ``model``, a ``CausalLM``, and
+    the block is made as its others are, with a ``number`` that counts on after the last one.
+    Source: DeepSeek-V3 (2024), section 2.2; the embedding comes first in ``eh_proj``, as in its checkpoint.
+    """
+
+    def __init__(self, model: Any, number: int) -> None:
+        super().__init__()
+        cfg, block, norm = model.config, model.block(number), model.make_last_norm
+        self.enorm, self.hnorm = norm(), norm()
+        width, starts = cfg.hidden_size, cfg.initial
+        self.eh_proj = ReplicatedLinear(2 * width, width, False, initial=starts, state=model.state)
+        self.block, self.norm = block, norm()
+
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([self.enorm(next_BSD), self.hnorm(x_BSD)], dim=-1)
+        x_BSD = self.block(self.eh_proj(joined), inputs)
+        return x_BSD, self.norm(x_BSD)

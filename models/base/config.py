@@ -13,6 +13,7 @@ from ...layers import ACTIVATIONS, RotaryEmbedding
 from ...parallel_state import (
     BadInput,
     Layout,
+    Normal,
     from_validation,
     nearest,
     nearest_divisors,
@@ -95,11 +96,19 @@ class ModelConfig(BaseModel):
         raw = cls._without_unread(raw)
         repeated = {key: raw[key] for key in sorted(cls.NOT_KEYS & raw.keys())}
         for key in sorted(cls.HARMLESS.keys() & raw.keys() - repeated.keys()):
-            _judge_fixed(key, raw[key], cls.HARMLESS[key], where)
+            value, legal = raw[key], cls.HARMLESS[key]
+            if value is not None and not any(type(value) is type(each) and value == each for each in legal):
+                expected = f"{' or '.join(map(repr, legal)) or 'absent'}: this family has no other"
+                raise BadInput(where, key, expected=expected, found=repr(value)[:80])
         raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
         fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
         for key in cls.unknown_keys(raw):
-            _judge(key, raw[key], where)
+            if key not in DENIED:
+                unknown = f"{visible(key[:80])}={repr(raw[key])[:80]}"
+                warnings.warn(f"{where}: {unknown} is unknown and ignored", stacklevel=2)
+            elif raw[key] not in (None, False, [], {}):
+                expected = "absent: it changes the model and is not supported"
+                raise BadInput(where, key, expected=expected, found=repr(raw[key])[:80])
         for key, value in fields.items():
             if isinstance(value, int | float) and not math.isfinite(value):
                 raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
@@ -203,6 +212,10 @@ class ModelConfig(BaseModel):
         window: int | None = getattr(self, "sliding_window", None)
         return window
 
+    def has_experts(self, number: int) -> bool:
+        """Tell whether block ``number`` has experts, or one net."""
+        return False
+
     def rotation(self, number: int) -> str | None:
         """Return the name of the rotation in block ``number``, if its heads are rotated."""
         return None
@@ -210,6 +223,11 @@ class ModelConfig(BaseModel):
     def rotations(self) -> dict[str, RotaryEmbedding]:
         """Make the rotations, by the names that attention layers ask for."""
         return {}
+
+    @property
+    def initial(self) -> Normal:
+        """Return how the weights of matrices start."""
+        return Normal(self.initializer_range)
 
     @property
     def embedding_width(self) -> int:
@@ -267,31 +285,6 @@ class ModelConfig(BaseModel):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
-        values = {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
-        written = {
-            self.spelled(key): [*field_value] if isinstance(field_value, tuple) else field_value
-            for key, field_value in values.items()
-        }
+        values = self.model_dump(mode="json").items()
+        written = {self.spelled(key): value for key, value in values if key not in self.HARMLESS}
         return written | ({"pad_token_id": None} if self.UNPADDED else {})
-
-
-def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:
-    if value is not None and not any(
-        type(value) is type(legal_value) and value == legal_value for legal_value in legal
-    ):
-        expected = " or ".join(map(repr, legal)) or "absent"
-        raise BadInput(where, key, expected=f"{expected}: this family has no other", found=repr(value)[:80])
-
-
-def _judge(key: str, value: object, where: str) -> None:
-    if key in DENIED:
-        if value not in (None, False, [], {}):
-            raise BadInput(
-                where,
-                key,
-                expected="absent: it changes the model and is not supported",
-                found=repr(value)[:80],
-            )
-    else:
-        unknown = f"{visible(key[:80])}={repr(value)[:80]}"
-        warnings.warn(f"{where}: {unknown} is unknown and ignored", stacklevel=3)

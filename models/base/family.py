@@ -23,7 +23,7 @@ from ...parallel_state import (
 from .causal_lm import CausalLM
 from .config import ModelConfig
 from .hugging_face_names import Link, Rule, expand
-from .multi_token import multi_token_rules
+from .names import multi_token_rules
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ class Family:
     experts_module: str = "model.layers.{i}.mlp.experts"
     #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.
     optional_prefix: str = ""
-
-    @property
-    def adopted(self) -> bool:
-        """Tell whether transformers' code computes the models: no block of them is called by itself."""
-        return False
+    #: Whether transformers' code computes the models: no block of them is called by itself.
+    adopted: bool = False
 
     def build(
         self,

@@ -121,20 +121,19 @@ def expand(
     rules = list(rules)
     per_block = [rule for rule in rules if "i" in rule.numbers]
     first = rules.index(per_block[0]) if per_block else len(rules)
-    links: list[Link] = []
-
-    def add(rule: Rule, block: int | None) -> None:
-        for kind in _KINDS:
-            links.extend(links_of(rule, block, shapes, config, kind=kind))
-
-    for rule in rules[:first]:
-        add(rule, None)
-    for i in range(num_layers + further_blocks):  # a block's tensors stay together, as a shard wants them
-        for rule in per_block if i < num_layers else further:
-            add(rule, i)
-    for rule in rules[first:]:
-        if rule not in per_block:
-            add(rule, None)
+    others: list[tuple[Rule, int | None]] = [(rule, None) for rule in rules if rule not in per_block]
+    # A block's tensors stay together, as a shard wants them.
+    of_blocks: list[tuple[Rule, int | None]] = [
+        (rule, i)
+        for i in range(num_layers + further_blocks)
+        for rule in (per_block if i < num_layers else further)
+    ]
+    links = [
+        link
+        for rule, block in (*others[:first], *of_blocks, *others[first:])
+        for kind in _KINDS
+        for link in links_of(rule, block, shapes, config, kind=kind)
+    ]
     uncovered = set(shapes) - {link.ours for link in links}
     assert not uncovered, f"the name table lacks {sorted(uncovered)[:3]}"
     return links, shapes_of(links)
@@ -204,7 +203,8 @@ def links_of(
                 )  # fmt: skip
         at = 0
         for (name, index), shape in zip(others, shapes, strict=True):
-            source = _source(rule, _shifted(Box.whole(shape), rule.dim, at), name, index)
+            offset = tuple(at if dim == rule.dim else 0 for dim in range(len(shape)))
+            source = _source(rule, Box.whole(shape).shift(offset), name, index)
             at += _rows(shape, rule.dim)
             for own, piece in laid_out:
                 if (made := piece.through(source)) is not None:
@@ -267,10 +267,6 @@ def _fit(rule: Rule, ours: Sequence[Shape], stored: Sequence[Shape], groups: int
 
 def _rows(shape: Shape, dim: int) -> int:
     return shape[dim] if shape else 1
-
-
-def _shifted(box: Box, dim: int, by: int) -> Box:
-    return box.shift(tuple(by if d == dim else 0 for d in range(len(box.start))))
 
 
 def _numbers(rule: Rule, block: int | None, kind: str, ours: Mapping[str, Shape]) -> Iterator[dict[str, int]]:

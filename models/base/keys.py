@@ -20,21 +20,18 @@ def names(text: str) -> frozenset[str]:
 INERT = names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
     _sliding_window_pattern attn_implementation auto_map aux_loss_alpha bad_words_ids
-    begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size experts_implementation
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing id2label
-    is_decoder keys_to_ignore_at_inference label2id length_penalty max_length
-    min_length model_type n_ctx name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences
-    output_attentions output_past output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id seq_aux suppress_tokens task_specific_params
-    selective_checkpoint_enabled sequence_parallel_enabled summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size
+    eos_token_id ep_size experts_implementation exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder
+    keys_to_ignore_at_inference label2id length_penalty max_length min_length model_type n_ctx
+    name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_past output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    seq_aux suppress_tokens task_specific_params selective_checkpoint_enabled sequence_parallel_enabled
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache
 """)
 
 #: Keys that change the forward pass in ways that no family here computes; null or false passes.

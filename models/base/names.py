@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -70,3 +70,21 @@ def _rules(table: Mapping[str, Entry], ours_at: str, at: str) -> Iterator[Rule]:
         else:
             parts = ours if isinstance(entry.ours, str) else tuple(f"{ours}.{part}" for part in entry.ours)
             yield replace(entry, ours=parts, stored=f"{at}{entry.stored}")
+
+
+def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:
+    """Return the rules of such a block: those of the other blocks, its own tensors, and its copies of the
+    embedding and the output layer.
+    """
+    at = "model.layers.{i}."
+    own = [Rule(f"mtp.{{i}}.{module}", f"{at}{module}") for module in ("enorm", "hnorm", "eh_proj")]
+    copies = [
+        Rule("embed.weight", f"{at}embed_tokens.weight", copy=True),
+        Rule("embed.weight" if tied else "head.weight", f"{at}shared_head.head.weight", copy=True),
+    ]
+    own += [Rule("mtp.{i}.norm", f"{at}shared_head.norm")]
+    for rule in rules:
+        if "i" in rule.numbers:
+            ours = tuple(name.replace("layers.{i}.", "mtp.{i}.block.", 1) for name in rule.our_names)
+            own.append(replace(rule, ours=ours))
+    return [*copies, *own]

@@ -18,15 +18,10 @@ from ...layers import (
     RMSNorm,
     TopKRouter,
 )
-from ...parallel_state import Initial, Normal, ParallelState
+from ...parallel_state import Initial, ParallelState
 
 #: Makes a norm of queries or of keys from their number of heads.
 HeadNorm = Callable[[int], nn.Module]
-
-
-def initial(cfg: Any) -> Normal:
-    """Return how the weights of matrices start."""
-    return Normal(cfg.initializer_range)
 
 
 def rms_norm(cfg: Any, state: ParallelState, *, offset: float = 0.0) -> RMSNorm:
@@ -52,53 +47,48 @@ def head_layer_norm(cfg: Any, state: ParallelState) -> HeadNorm:
 class AttentionOptions(TypedDict, total=False):
     """Name what ``attention`` takes besides the config; ``Attention`` explains it."""
 
+    qkv_bias: bool
+    out_bias: bool
     qk_norm: HeadNorm | None
-    rotary: str | None
-    window: int | None
     scale: float | None
     soft_cap: float | None
     sinks: bool
     alibi: Alibi | None
     gated: bool
-    dropout: float
     out_initial: Initial
 
 
-def attention(
-    cfg: Any,
-    state: ParallelState,
-    *,
-    qkv_bias: bool | None = None,
-    out_bias: bool | None = None,
-    **options: Unpack[AttentionOptions],
-) -> Attention:
-    """Make the attention of a block: heads, their width and their dropout are the config's, and so are the
-    biases where nothing else is said.
+def attention(cfg: Any, number: int, state: ParallelState, **options: Unpack[AttentionOptions]) -> Attention:
+    """Make the attention of block ``number``: heads, dropout, rotation and window are the config's, and so
+    are the biases where nothing else is said.
     """
-    options.setdefault("dropout", getattr(cfg, "attention_dropout", 0.0))
     biased = getattr(cfg, "attention_bias", False)
+    options.setdefault("qkv_bias", biased)
+    options.setdefault("out_bias", biased)
     return Attention(
         cfg.hidden_size,
         heads=cfg.num_attention_heads,
         kv_heads=getattr(cfg, "num_key_value_heads", None),
         head_dim=cfg.head_dim,
-        qkv_bias=biased if qkv_bias is None else qkv_bias,
-        out_bias=biased if out_bias is None else out_bias,
-        initial=initial(cfg),
+        rotary=cfg.rotation(number),
+        window=cfg.window(number),
+        dropout=getattr(cfg, "attention_dropout", 0.0),
+        initial=cfg.initial,
         state=state,
         **options,
     )
 
 
-def mlp(cfg: Any, state: ParallelState, *, bias: bool = True, out_initial: Initial | None = None) -> MLP:
+def mlp(cfg: Any, state: ParallelState, *, out_initial: Initial | None = None) -> MLP:
     """Make a feed-forward without a gate (GPT-2)."""
-    sizes, act, starts = (cfg.hidden_size, cfg.intermediate_size), cfg.hidden_act, initial(cfg)
+    sizes, act, starts = (cfg.hidden_size, cfg.intermediate_size), cfg.hidden_act, cfg.initial
+    bias = getattr(cfg, "use_bias", True)
     return MLP(*sizes, act=act, bias=bias, initial=starts, out_initial=out_initial, state=state)
 
 
 def gated_mlp(cfg: Any, state: ParallelState, width: int | None = None, *, entered: bool = False) -> GatedMLP:
     """Make a feed-forward with a gate (Llama); ``width`` in place of the config's ``intermediate_size``."""
-    bias, starts = getattr(cfg, "mlp_bias", False), initial(cfg)
+    bias, starts = getattr(cfg, "mlp_bias", False), cfg.initial
     width, act = width or cfg.intermediate_size, cfg.hidden_act
     return GatedMLP(cfg.hidden_size, width, act=act, bias=bias, entered=entered, initial=starts, state=state)
 
@@ -118,18 +108,19 @@ class RouterOptions(TypedDict, total=False):
 def router(cfg: Any, state: ParallelState, **options: Unpack[RouterOptions]) -> TopKRouter:
     """Make a router, with the config's number of experts and loss of balance."""
     sizes, balance = (cfg.hidden_size, cfg.num_local_experts, cfg.num_experts_per_tok), cfg.balance_factor
-    return TopKRouter(*sizes, balance=balance, initial=initial(cfg), state=state, **options)
+    return TopKRouter(*sizes, balance=balance, initial=cfg.initial, state=state, **options)
 
 
 def mixture(
     cfg: Any,
-    router: TopKRouter,
-    width: int,
     state: ParallelState,
+    width: int | None = None,
     *,
     shared: GatedMLP | GatedShared | None = None,
+    **options: Unpack[RouterOptions],
 ) -> MoE:
-    """Make the experts of a block, each ``width`` wide inside, behind their router."""
-    act, experts = cfg.hidden_act, cfg.num_local_experts
-    stack = Experts(experts, cfg.hidden_size, width, act=act, initial=initial(cfg), state=state)
-    return MoE(router, stack, shared=shared, state=state)
+    """Make the experts of a block, each ``width`` wide inside (``intermediate_size``), behind a router."""
+    act, experts, width = cfg.hidden_act, cfg.num_local_experts, width or cfg.intermediate_size
+    chosen_by = router(cfg, state, **options)
+    stack = Experts(experts, cfg.hidden_size, width, act=act, initial=cfg.initial, state=state)
+    return MoE(chosen_by, stack, shared=shared, state=state)

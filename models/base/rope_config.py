@@ -1,15 +1,17 @@
 """Rotary settings of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from ...parallel_state import BadInput, from_validation
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
 
+_LISTS = ("short_factor", "long_factor")
 _STRETCHED = ("factor", "original_max_position_embeddings")
 #: The fields that a type needs, and those that it may have.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -17,7 +19,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "dynamic": _STRETCHED,
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": _STRETCHED,
-    "longrope": (*_STRETCHED, "short_factor", "long_factor"),
+    "longrope": (*_STRETCHED, *_LISTS),
     "proportional": ("factor", "partial_rotary_factor"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -48,20 +50,21 @@ class RopeScaling(BaseModel):
     long_factor: tuple[float, ...] | None = None
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
+    @model_serializer(mode="wrap")
+    def _stated(self, handler: Any) -> dict[str, Any]:
+        return {key: entry for key, entry in handler(self).items() if entry is not None}
+
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Read ``rope_theta`` and ``rope_scaling`` from either form; refuse unknown types and contradictions."""
-    old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
-    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
-        if value is not None and not isinstance(value, dict):
-            raise BadInput(where, key, expected="an object or null", found=repr(value)[:80])
     forms = []
-    if old is not None or "rope_theta" in raw:
-        theta = (old or {}).get("rope_theta", raw.get("rope_theta"))
-        forms.append((theta, read_scaling(old or {}, raw, where, "rope_scaling")))
-    if new is not None:
-        theta = new.get("rope_theta", raw.get("rope_theta"))
-        forms.append((theta, read_scaling(new, raw, where, "rope_parameters")))
+    for key in ("rope_scaling", "rope_parameters"):
+        section = raw.get(key)
+        if section is not None and not isinstance(section, dict):
+            raise BadInput(where, key, expected="an object or null", found=repr(section)[:80])
+        if section is not None or (key == "rope_scaling" and "rope_theta" in raw):
+            theta = (section or {}).get("rope_theta", raw.get("rope_theta"))
+            forms.append((theta, read_scaling(section or {}, raw, where, key)))
     # A theta or scaling that the old form omits contradicts nothing.
     if len(forms) == 2 and any(old not in (None, new) for old, new in zip(*forms, strict=True)):
         expected = f"what rope_theta and rope_scaling say: {_said(*forms[0])}"
@@ -77,29 +80,24 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return the object that ``read_scaling`` reads, or ``None`` where positions are not stretched."""
-    if scaling is None:
-        return None
-    fields = scaling.model_dump(exclude_none=True)
-    return {key: [*value] if isinstance(value, tuple) else value for key, value in fields.items()}
-
-
 def check_factors(scaling: RopeScaling | None, pairs: int, where: str, name: str) -> None:
     """Refuse lists of factors (longrope) that have not one for each of the ``pairs`` that are rotated."""
-    for key in ("short_factor", "long_factor"):
+    for key in _LISTS:
         factors = getattr(scaling, key, None)
         if factors is not None and len(factors) != pairs:
             expected = f"{pairs} numbers, one for each pair that is rotated"
             raise BadInput(where, f"{name}.{key}", expected=expected, found=len(factors))
 
 
+def without_share(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry for key, entry in table.items() if key != "partial_rotary_factor"}
+
+
 def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], object]:
     """Take the share of each head that is rotated out of a config; transformers 5 has it among the
     ``rope_parameters``. Returns the config without it, and the share or ``None``.
     """
-    rest = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
-    share = raw.get("partial_rotary_factor")
+    rest, share = without_share(raw), raw.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
         inner = raw.get(key)
         if isinstance(inner, dict) and inner.get("rope_type") == "proportional":
@@ -107,19 +105,17 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
             if share is not None:
                 expected, name = "absent beside a proportional rope", "partial_rotary_factor"
                 raise BadInput(where, name, expected=expected, found=repr(share))
-            continue
-        if isinstance(inner, dict) and "partial_rotary_factor" in inner:
-            inner_share = inner["partial_rotary_factor"]
+        elif isinstance(inner, dict) and "partial_rotary_factor" in inner:
+            rest[key], inner_share = without_share(inner), inner["partial_rotary_factor"]
             if share is not None and inner_share != share:
                 name = f"{key}.partial_rotary_factor"
                 raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(inner_share))
             share = inner_share
-            rest[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
     return rest, share
 
 
 def _said(theta: object, scaling: RopeScaling | None) -> str:
-    return f"theta {theta}, {scaling.model_dump(exclude_none=True) if scaling else 'no scaling'}"
+    return f"theta {theta}, {scaling.model_dump() if scaling else 'no scaling'}"
 
 
 def read_scaling(
@@ -129,10 +125,9 @@ def read_scaling(
     kind = section.get("rope_type", section.get("type"))
     if kind == "default" and section.get("type") == "linear" and section.get("factor") == 1:
         return None  # what transformers 5 makes of Gemma 3's first configs
-    if "type" in section and section["type"] != kind:
-        raise BadInput(
-            where, f"{key}.type", expected=f"{kind!r}, as rope_type says", found=repr(section["type"])
-        )
+    if section.get("type", kind) != kind:
+        expected, other = f"{kind!r}, as rope_type says", repr(section["type"])
+        raise BadInput(where, f"{key}.type", expected=expected, found=other)
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     known = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
     if isinstance(kind, str):
@@ -147,16 +142,16 @@ def read_scaling(
         raise BadInput(where, f"{key}.rope_type", expected=expected, found=repr(kind))
     fields = _with_lengths({**section}, raw, kind)
     for name in _NEEDED[kind]:
-        value = fields.get(name)
-        if name.endswith(("short_factor", "long_factor")):
-            if not isinstance(value, list | tuple) or not value:
-                raise BadInput(where, f"{key}.{name}", expected="a list of numbers", found=repr(value)[:80])
-            fields[name] = tuple(value)
-            continue
-        kinds = int if name == "original_max_position_embeddings" else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < float("inf"):
-            expected = "a whole number above 0" if kinds is int else "a number above 0"
-            raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(value))
+        value: Any = fields.get(name)
+        listed, whole = name in _LISTS, name == "original_max_position_embeddings"
+        if listed:
+            fits, expected = isinstance(value, list | tuple) and bool(value), "a list of numbers"
+        else:
+            is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            fits, expected = is_number and 0 < value < inf, f"a {'whole ' * whole}number above 0"
+        if not fits:
+            raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(value)[:80])
+        fields[name] = tuple(value) if listed else value
     if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:
         expected = f"less than high_freq_factor={section['high_freq_factor']}"
         raise BadInput(where, f"{key}.low_freq_factor", expected=expected, found=section["low_freq_factor"])
@@ -169,19 +164,18 @@ def read_scaling(
 
 def _with_lengths(fields: dict[str, Any], raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Fill in the length of pretraining and the factor where the config around them says them."""
-    most = raw.get("max_position_embeddings")
+    most: Any = raw.get("max_position_embeddings")
     if kind == "proportional":
         fields = {"factor": 1.0, "partial_rotary_factor": 1.0} | fields
     if kind == "dynamic":  # as transformers has it, whatever is stated
         fields["original_max_position_embeddings"] = most
     elif kind in ("yarn", "longrope"):
-        stated = raw.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
-        original = fields["original_max_position_embeddings"] = most if stated is None else stated
-        if (
-            fields.get("factor") is None
-            and isinstance(most, int)
-            and isinstance(original, int)
-            and original > 0
-        ):
+        stated: Any = raw.get(
+            "original_max_position_embeddings", fields.get("original_max_position_embeddings")
+        )
+        original: Any = most if stated is None else stated
+        fields["original_max_position_embeddings"] = original
+        lengths = isinstance(most, int) and isinstance(original, int) and original > 0
+        if fields.get("factor") is None and lengths:
             fields["factor"] = most / original
     return fields

@@ -48,7 +48,10 @@ def attention(
     if strange := unknown(rest):
         expected = "no keyword that trilith's attention does not know"
         raise BadInput(type(module).__name__, strange, expected=expected, found="one")
-    inputs: AttentionInputs = attention_mask.trilith  # without it this is no mask of this forward
+    inputs: AttentionInputs | None = getattr(attention_mask, "trilith", None)
+    if inputs is None:
+        expected, mask = "the mask that this forward carries", type(attention_mask).__name__
+        raise BadInput(type(module).__name__, "attention_mask", expected=expected, found=mask)
     scope = inputs.scope(sliding_window)
     k_BKSE, v_BKSE = scope.extend(module, k_BKSE, v_BKSE)
     out_BHSE = causal_attention(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -53,6 +53,11 @@ class AdoptedConfig(ModelConfig):
         """Return transformers' name of the type."""
         return str(self.to_hf()["model_type"])
 
+    @property
+    def text(self) -> Any:
+        """Return transformers' config of what makes text, which may be a part of the whole."""
+        return self.in_transformers().get_text_config(decoder=True)
+
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
         stated = self.to_hf()
@@ -74,7 +79,8 @@ class AdoptedConfig(ModelConfig):
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         with in_one_line(where, expected=f"what transformers' {kind} reads"):
-            config = config_class(kind).from_dict(json.loads(json.dumps(stated), object_hook=_tagged))
+            of_type = config_class(kind)
+            config = of_type.from_dict(of_type._decode_special_floats(stated))  # a copy, infinity and all
             known = config.to_dict()
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
@@ -88,10 +94,10 @@ class AdoptedConfig(ModelConfig):
         text = config.get_text_config(decoder=True)
         decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
         if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:
-            todo = "Set is_decoder to true"
-            todo += " and is_encoder_decoder to false: its decoder trains alone" if two else ""
-            if parts := ", ".join(sorted(getattr(config, "sub_configs", {}))):
-                todo = f"Models that are made of others ({parts}) are not taken"
+            parts = ", ".join(sorted(getattr(config, "sub_configs", {})))
+            alone = " and is_encoder_decoder to false: its decoder trains alone" if two else ""
+            of_parts = f"Models that are made of others ({parts}) are not taken"
+            todo = of_parts if parts else f"Set is_decoder to true{alone}"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
 
         def count(*keys: str) -> int:
@@ -118,25 +124,11 @@ class AdoptedConfig(ModelConfig):
     @property
     def experts_of_token(self) -> int:
         """Return how many of a stack of experts one token goes through, as far as the config says."""
-        return int(
-            getattr(self.in_transformers().get_text_config(decoder=True), "num_experts_per_tok", None) or 1
-        )
-
-    @property
-    def drops(self) -> bool:
-        """Tell whether some share of numbers may be dropped in training."""
-        stated = self.to_hf().items()
-        return any("drop" in key and isinstance(share, float | int) and share > 0 for key, share in stated)
+        return int(getattr(self.text, "num_experts_per_tok", None) or 1)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
-        stated: dict[str, Any] = from_json(self.raw)
-        return stated
-
-
-def _tagged(entry: dict[str, Any]) -> Any:
-    """Return an infinite number of a config.json that transformers has written, or the dict as it is."""
-    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+        return cast(dict[str, Any], from_json(self.raw))
 
 
 def config_class(kind: str) -> Any:

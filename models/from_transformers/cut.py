@@ -35,8 +35,7 @@ from .layers import (
     surround,
     without_sequence,
 )
-from .meta import initial_of
-from .probe import Probed
+from .probe import Probed, initial_of
 
 
 def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:
@@ -48,8 +47,7 @@ def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:
 
 class Style(NamedTuple):
     """State what a style of transformers' plans does to a linear, or to several whose outputs lie one after
-    the other: the layer in its place, and what becomes of its input and output on this rank, for the module
-    that calls it.
+    the other: the layer in its place, and what becomes of its input and output on this rank.
     """
 
     layer: type[Any] = ReplicatedLinear
@@ -57,20 +55,13 @@ class Style(NamedTuple):
     gives: Callable[..., Tensor] | None = None
     products: int = 1
 
-    @property
-    def in_part(self) -> bool:
-        """Tell whether each rank has a part of what the linear takes or gives."""
-        return self.layer is not ReplicatedLinear and not (self.takes or self.gives)
-
 
 #: By name; a text says why no tensor axis is offered.
 STYLES: dict[str, Style | str] = {
     "colwise": Style(ColumnParallelLinear),
     "rowwise": Style(RowParallelLinear),
-    "colwise_gather_output": Style(
-        ColumnParallelLinear, gives=lambda x, state, owner: gather_from_tensor(x, state)
-    ),
-    "rowwise_split_input": Style(RowParallelLinear, takes=lambda x, state, owner: split_to_tensor(x, state)),
+    "colwise_gather_output": Style(ColumnParallelLinear, gives=gather_from_tensor),
+    "rowwise_split_input": Style(RowParallelLinear, takes=split_to_tensor),
     "packed_colwise": Style(ColumnParallelLinear, products=2),
     "mla_kv_a_proj": Style(gives=_latent_and_rope),
     # Of modules that are no linears, and of the embedding and the output layer, which are always cut.
@@ -95,7 +86,9 @@ class Cutter:
         better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
         self.model = model
         self.plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {}) | better
-        self.drops, self.draws = cfg.drops and here.tensor.size > 1, dict[nn.Module, OwnDraws]()
+        shares = [share for key, share in cfg.to_hf().items() if "drop" in key]
+        self.drops = here.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
+        self.draws = dict[nn.Module, OwnDraws]()
         self.fused = dict[str, tuple[str, int, int]]()
         for path, name in self.plan.items() if here.tensor.size > 1 else ():
             why = STYLES.get(name, f"its plan's style {name} is not known")
@@ -167,7 +160,9 @@ class Cutter:
         features = inputs if style.layer is RowParallelLinear else outputs
         head = getattr(owner, "head_dim", 0)
         of_heads = isinstance(head, int) and head > 0 and features % head == 0  # which stay together
-        unit = head if of_heads and style.in_part and style.products == 1 else 1
+        # Each rank has a part of what the linear takes or gives.
+        in_part = style.layer is not ReplicatedLinear and not (style.takes or style.gives)
+        unit = head if of_heads and in_part and style.products == 1 else 1
         apart = {str(number): outputs // style.products for number in range(style.products)}
         made = style.layer(inputs, apart if style.products > 1 else outputs, biased, unit=unit, state=state)
         for number, part in enumerate(made.parts.values()):
@@ -178,9 +173,9 @@ class Cutter:
                     self.fused[f"{path}.{number}.{leaf}"] = f"{path}.{leaf}", 0, number
         if style.products > 1:
             made.register_forward_hook(lambda module, args, outputs: torch.cat(outputs, -1))
-        takes, gives = (change and partial(change, state=state, owner=owner) for change in style[1:3])
-        surround(made, takes, gives)
-        if self.drops and style.in_part:
+        called = {"owner": owner} if style.gives is _latent_and_rope else {}
+        surround(made, *(change and partial(change, state=state, **called) for change in style[1:3]))
+        if self.drops and in_part:
             self.draws.setdefault(owner, OwnDraws(owner, state)).of(made)
         self.model.set_submodule(path, made)
 

@@ -18,7 +18,7 @@ from ..base.config import ModelConfig
 from ..base.family import Family, making
 from ..base.hugging_face_names import Link, shapes_of
 from .config import AdoptedConfig, in_one_line
-from .meta import on_meta
+from .probe import on_meta
 
 #: What makes a tensor of the same elements, or gives back the one that it is given.
 _COPIES = ("contiguous", "clone", "detach", "to", "cpu")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ...layers import RowParallelLinear, Stage, VocabParallelEmbedding, VocabParallelHead, own_random
 from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declare_parameter
-from .meta import initial_of
-from .probe import Probed
+from .probe import Probed, initial_of
 
 #: Makes another tensor of one that a module takes or gives.
 Change = Callable[[Tensor], Tensor]

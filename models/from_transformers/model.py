@@ -26,8 +26,7 @@ from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place,
 from .cut import Cutter
 from .files import file_links
 from .layers import StageEnd, StandIn, around_blocks, without_sequence
-from .meta import on_meta
-from .probe import probed
+from .probe import on_meta, probed
 
 
 class Adopted(CausalLM):
@@ -171,8 +170,7 @@ class TransformersFamily(Family):
 
     #: Whether to take axes that no test has proved for the type.
     trusted: bool = False
-
-    adopted = True
+    adopted: bool = True
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
@@ -206,6 +204,4 @@ class TransformersFamily(Family):
 def family_of_type(kind: str) -> Family | None:
     """Return the family of a type that transformers has a model of that makes text, else ``None``."""
     architecture = adopted_types().get(kind)
-    return (
-        None if architecture is None else TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ())
-    )
+    return TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ()) if architecture else None

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ...parallel_state import BadInput, from_validation
-from ..base.keys import MOST_BLOCKS, names
+from ..base.keys import MOST_BLOCKS, DropoutRate, Factor, names
 from ..patterns import compiled
 
 Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple
 Rank = Annotated[int, Field(ge=1, le=2**16)]
-Alpha = Annotated[float, Field(gt=0)]
 Block = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
 
 _Number = TypeVar("_Number", int, float)
@@ -41,9 +40,9 @@ class LoraConfig(BaseModel):
     )
 
     r: Rank = Field(default=8, description="rank of the adapters")
-    lora_alpha: Alpha = Field(default=8, description="the adapters' output is scaled by lora_alpha / r")
-    lora_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="dropout of the adapters' input while training"
+    lora_alpha: Factor = Field(default=8, description="the adapters' output is scaled by lora_alpha / r")
+    lora_dropout: DropoutRate = Field(
+        default=0.0, description="dropout of the adapters' input while training"
     )
     use_rslora: bool = Field(default=False, description="scale by lora_alpha / sqrt(r) instead")
     target_modules: Names = Field(
@@ -68,7 +67,7 @@ class LoraConfig(BaseModel):
     rank_pattern: dict[str, Rank] = Field(
         default={}, description="ranks of single layers, by a pattern of their names"
     )
-    alpha_pattern: dict[str, Alpha] = Field(
+    alpha_pattern: dict[str, Factor] = Field(
         default={}, description="lora_alpha of single layers, by a pattern of their names"
     )
 
@@ -88,9 +87,8 @@ class LoraConfig(BaseModel):
         ):
             if value not in wanted:
                 expected = " or ".join(map(repr, wanted))
-                raise BadInput(
-                    where, key, expected=expected, found=repr(value), todo="Nothing else is supported"
-                )
+                todo = "Nothing else is supported"
+                raise BadInput(where, key, expected=expected, found=repr(value), todo=todo)
         known = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
         for key in sorted(set(raw) - known):
             if raw[key] not in (None, False, "", [], {}):
@@ -101,9 +99,7 @@ class LoraConfig(BaseModel):
             fields["target_modules"] = ()
         elif not fields.get("target_modules"):
             raise BadInput(where, "target_modules", expected="names of modules, or a pattern", found="none")
-        if isinstance(
-            fields["target_modules"], str
-        ):  # even all-linear, which peft spells out before it saves
+        if isinstance(fields["target_modules"], str):  # even all-linear, which peft spells out as it saves
             _check_no_blocks(where, fields)
         try:
             return cls(**fields)
@@ -121,11 +117,9 @@ class LoraConfig(BaseModel):
         """Tell whether the linear layer of this Hugging Face name gets an adapter, as PEFT's
         ``check_target_module_exists``.
         """
-        if self.exclude_modules and _matches(self.exclude_modules, module):
-            return False
-        if not self.all_linear and not _matches(self.target_modules, module):
-            return False
-        return self._is_in_a_wanted_block(module)
+        excluded = self.exclude_modules and _matches(self.exclude_modules, module)
+        wanted = not excluded and (self.all_linear or _matches(self.target_modules, module))
+        return wanted and self._is_in_a_wanted_block(module)
 
     def targets_stack(self, parameter: str) -> bool:
         """Tell whether this stack of experts gets an adapter, as PEFT's ``_inject_parameters``."""
@@ -154,39 +148,27 @@ class LoraConfig(BaseModel):
         if self.target_parameters and self.lora_dropout:
             expected = "0 beside target_parameters, as in peft"
             raise BadInput(where, "lora_dropout", expected=expected, found=self.lora_dropout)
-        patterns: dict[str, str] = {key: "rank_pattern" for key in self.rank_pattern}
-        patterns |= {key: "alpha_pattern" for key in self.alpha_pattern}
-        for layers_pattern in self._layers_patterns:
-            patterns[layers_pattern] = "layers_pattern"
-        for key in ("target_modules", "exclude_modules"):
-            if isinstance(value := getattr(self, key), str):
-                patterns[value] = key
-        for pattern, key in patterns.items():
-            try:
-                compiled(pattern)
-            except re.error as error:
-                problem = f"{pattern!r}: {error}"
-                raise BadInput(where, key, expected="a regular expression", found=problem) from None
-
-    @property
-    def _layers_patterns(self) -> tuple[str, ...]:
-        patterns = self.layers_pattern or ()
-        return (patterns,) if isinstance(patterns, str) else patterns
+        for key in ("rank_pattern", "alpha_pattern", "layers_pattern", "target_modules", "exclude_modules"):
+            stated = getattr(self, key) or ()
+            if isinstance(stated, tuple) and key != "layers_pattern":
+                continue  # names
+            for pattern in (stated,) if isinstance(stated, str) else stated:
+                try:
+                    compiled(pattern)
+                except re.error as error:
+                    problem = f"{pattern!r}: {error}"
+                    raise BadInput(where, key, expected="a regular expression", found=problem) from None
 
     def _is_in_a_wanted_block(self, module: str) -> bool:
-        wanted = self.layers_to_transform
+        wanted, patterns = self.layers_to_transform, self.layers_pattern or ()
         if wanted is None or wanted == ():
             return True
-        patterns = self._layers_patterns
-        tries = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in patterns] or [
-            r".*?\.[^.]*\.(?P<idx>\d+)\."
-        ]
-        first_match = next(
-            (match for regex in tries if (match := compiled(regex).find("match", module))), None
-        )
-        return first_match is not None and int(first_match["idx"]) in (
-            (wanted,) if isinstance(wanted, int) else wanted
-        )
+        patterns = (patterns,) if isinstance(patterns, str) else patterns
+        before = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
+        matches = (compiled(rf"{start}\.(?P<idx>\d+)\.").find("match", module) for start in before)
+        first = next(filter(None, matches), None)
+        blocks = (wanted,) if isinstance(wanted, int) else wanted
+        return first is not None and int(first["idx"]) in blocks
 
 
 def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:

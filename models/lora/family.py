@@ -29,11 +29,6 @@ class AdaptedFamily(Family):
     base: Family = field(kw_only=True)
     lora: LoraConfig = field(kw_only=True)
 
-    @property
-    def adopted(self) -> bool:
-        """Tell whether transformers' code computes the base."""
-        return self.base.adopted
-
     def build(
         self,
         config: ModelConfig,
@@ -53,9 +48,9 @@ class AdaptedFamily(Family):
         here, modules = dict(linears(model)), dict(model.named_modules())
         with making(dtype, device):
             for site in self.sites(config):
-                if site.layer in here:
-                    own, outputs = self._options(site), site.outputs or None
-                    attach_lora(here[site.layer], dropout=self.lora.lora_dropout, outputs=outputs, **own)
+                if (layer := here.get(site.layer)) is not None:
+                    options = self._options(site) | {"dropout": self.lora.lora_dropout}
+                    attach_lora(layer, outputs=site.outputs or None, **options)
             for stack in self.stacks(config):
                 if isinstance(experts := modules.get(stack.layer), Experts):
                     names = [output for output, _, _ in stack.outputs]
@@ -81,16 +76,41 @@ class AdaptedFamily(Family):
         """Return the links of base and adapters."""
         return [*self.base.links(config)[0], *self.links(config)[0]]
 
+    @lru_cache(maxsize=16)
+    def stacks(self, config: ModelConfig) -> tuple[ExpertSite, ...]:
+        """Return the adapted stacks of experts, in the order of the model's tensors."""
+        targeted = [site for site in expert_sites(self.base, config) if self.lora.targets_stack(site.name)]
+        second = {site.layer for site in targeted if site.outputs[0][0] == "down"}
+        # PEFT wraps a module again for its second parameter: the one of the first is then inside.
+        inner = {site: site.layer in second and site.outputs[0][0] != "down" for site in targeted}
+        return tuple(
+            replace(site, holder=f"{site.holder}.base_layer") if inner[site] else site for site in inner
+        )
+
+    @lru_cache(maxsize=16)
     def sites(self, config: ModelConfig) -> tuple[Site, ...]:
         """Return the adapted linear layers, in the order of the model's tensors.
 
         Raises ``BadInput`` if there is none, or if a target is not a linear layer of a block.
         """
-        return _sites(self, config)
-
-    def stacks(self, config: ModelConfig) -> tuple[ExpertSite, ...]:
-        """Return the adapted stacks of experts, in the order of the model's tensors."""
-        return _stacks(self, config)
+        all_sites, lora = linear_sites(self.base, config), self.lora
+        targeted = tuple(site for site in all_sites if lora.targets(site.name))
+        if not lora.all_linear:
+            _check_no_experts(self, config)
+            known = {site.name for site in all_sites}
+            for name in self.base.links(config)[1]:
+                module = name.removesuffix(".weight")
+                if name.endswith(".weight") and module not in known and lora.targets(module):
+                    others = "LoRA on embeddings, norms, routers and the output layer is not supported"
+                    expected = f"linears of the blocks: {others}"
+                    raise BadInput("lora", "target_modules", expected=expected, found=module)
+        if not targeted and lora.layers_pattern:
+            expected = f"what precedes a block's number in {all_sites[0].name}"
+            raise BadInput("lora", "layers_pattern", expected=expected, found=repr(lora.layers_pattern))
+        if not targeted and not (lora.target_modules == () and lora.target_parameters):
+            expected = f"targets among {leaves(all_sites)}"
+            raise BadInput("lora", "target_modules", expected=expected, found=repr(lora.target_modules))
+        return targeted
 
     def check(self, config: ModelConfig, where: str) -> None:
         """Refuse targets that match nothing in this model, and blocks that it does not have."""
@@ -155,59 +175,19 @@ def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
     return AdaptedFamily(**same, base=family, lora=lora)
 
 
-@lru_cache(maxsize=16)
-def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...]:
-    targeted = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
-    adapted_down = {site.layer for site in targeted if site.outputs[0][0] == "down"}
-    # PEFT wraps a module again for its second parameter: the one of the first is then inside.
-    return tuple(
-        replace(site, holder=f"{site.holder}.base_layer")
-        if site.layer in adapted_down and site.outputs[0][0] != "down"
-        else site
-        for site in targeted
-    )
-
-
-@lru_cache(maxsize=16)
-def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
-    all_sites = linear_sites(family.base, config)
-    targeted = tuple(site for site in all_sites if family.lora.targets(site.name))
-    if not family.lora.all_linear:
-        _check_no_experts(family, config)
-        known = {site.name for site in all_sites}
-        for name in family.base.links(config)[1]:
-            module = name.removesuffix(".weight")
-            if name.endswith(".weight") and module not in known and family.lora.targets(module):
-                expected = (
-                    "linears of the blocks: LoRA on embeddings, norms, routers and the output layer is not "
-                    "supported"
-                )
-                raise BadInput("lora", "target_modules", expected=expected, found=module)
-    if not targeted and family.lora.layers_pattern:
-        expected = f"what precedes a block's number in {all_sites[0].name}"
-        raise BadInput("lora", "layers_pattern", expected=expected, found=repr(family.lora.layers_pattern))
-    if not targeted and not (family.lora.target_modules == () and family.lora.target_parameters):
-        expected = f"targets among {leaves(all_sites)}"
-        raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))
-    return targeted
-
-
 def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
     """Refuse targets that are experts, as files name them or as modules that hold them all."""
     for module in _experts(family, config):
         holder, _, leaf = module.rsplit(".", 2)
         for name in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
             if family.lora.targets(name):
-                names = family.lora.target_modules
-                targets = (
-                    names if isinstance(names, str) else [n for n in names if f".{name}".endswith(f".{n}")]
-                )
+                named: Any = family.lora.target_modules
+                if not isinstance(named, str):
+                    named = [ending for ending in named if f".{name}".endswith(f".{ending}")]
                 expected = "linears: experts are stacks of matrices, which target_parameters names"
-                todo = (
-                    r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
-                    "all-linear, which passes them over"
-                )
-                actual = f"{targets!r}, that is {name}"
+                todo = r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or '
+                todo += "say all-linear, which passes them over"
+                actual = f"{named!r}, that is {name}"
                 raise BadInput("lora", "target_modules", expected=expected, found=actual, todo=todo)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ...layers import Experts, linears
 from ...parallel_state import Box, Piece
@@ -88,9 +88,8 @@ class ExpertSite:
 @lru_cache(maxsize=16)
 def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
     """Return every stack of experts, whose matrices Hugging Face's files hold one by one, or as one stack."""
-    layers = {
-        name: module for name, module in family.on_meta(config).named_modules() if isinstance(module, Experts)
-    }
+    modules = family.on_meta(config).named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, Experts)}
     files: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
         if link.ours.rpartition(".")[0] in layers:
@@ -100,20 +99,16 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
         holder = family.experts_module.format(i=layer.split(".")[1])
         for names in experts.products:
             links = [files.get(f"{layer}.{name}", []) for name in names]
-            stacked = any(
-                len(link.ours_box.start) == len(link.hf_box.start)
-                for module_links in links
-                for link in module_links
-            )
+            stacked = any(len(link.ours_box.start) == len(link.hf_box.start) for link in chain(*links))
             shape, turned = links[0][0].hf_box.shape, experts.transposed
             inner, outer = (shape[-2], -1) if turned else (shape[-1], -2)
             ends = [0, *accumulate(module_links[0].hf_box.shape[outer] for module_links in links)]
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
             name = f"{holder}.{'_'.join(names)}_proj"
             by_expert = () if stacked else zip(*links, strict=True)
-            modules = tuple(tuple(link.hf.removesuffix(".weight") for link in each) for each in by_expert)
-            count, stored = (shape[0], links[0][0].hf) if stacked else (len(modules), "")
-            site = name, layer, outputs, modules, inner, count, holder, stored
+            in_files = tuple(tuple(link.hf.removesuffix(".weight") for link in each) for each in by_expert)
+            count, stored = (shape[0], links[0][0].hf) if stacked else (len(in_files), "")
+            site = name, layer, outputs, in_files, inner, count, holder, stored
             sites.append(ExpertSite(*site, transposed=stacked and turned))
     return tuple(sites)
 
@@ -132,16 +127,13 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
         if not name.endswith(".weight") or not owners <= layers.keys():
             continue
         (layer,) = owners
-        parts = []
-        for module, link in zip(modules, those, strict=True):
-            rows = (link.ours_box.start[0], link.ours_box.stop[0])
-            parts.append((module, rows, link.hf_box.start[1 if link.transpose else 0]))
-        outputs = tuple(
-            module.removeprefix(f"{layer}.") for module in dict.fromkeys(modules) if module != layer
+        parts = tuple(
+            (module, (link.ours_box.start[0], link.ours_box.stop[0]), link.hf_box.start[int(link.transpose)])
+            for module, link in zip(modules, those, strict=True)
         )
-        sites.append(
-            Site(name.removesuffix(".weight"), layer, outputs, tuple(parts), those[0].ours_box.shape[1])
-        )
+        products, width = dict.fromkeys(modules), those[0].ours_box.shape[1]
+        outputs = tuple(module.removeprefix(f"{layer}.") for module in products if module != layer)
+        sites.append(Site(name.removesuffix(".weight"), layer, outputs, parts, width))
     return tuple(sites)
 
 

@@ -1,7 +1,7 @@
 """Check every case of a config.json that is refused, or accepted with a stated meaning.
 
 The ids are those of the reliability contract's family D. D1 and D2 (no file, no JSON) and D17 to D19 (tensors
-that contradict the config) are the checkpoint readers'; D29 is the run's plan.
+that contradict the config) are the checkpoint readers'; D3 and D4 are in test_family; D29 is the run's plan.
 """
 
 import re
@@ -110,10 +110,6 @@ REFUSED = [
     of(GEMMA3, "gemma3-one-rope", "rope_parameters", {"rope_parameters": LINEAR}),
     roped(GEMMA3, "gemma3-window-rope", f"{WINDOW}.rope_type", **{WINDOW: NOPE}),
     roped(GEMMA3, "gemma3-two-thetas", f"{WINDOW}.rope_theta", **{WINDOW: {"rope_theta": 2e4}}),
-    llama("D3", "model_type", {"model_type": ABSENT}),
-    llama("D3-null", "model_type", {"model_type": None}),
-    llama("D4", "model_type", {"model_type": "vit"}),
-    llama("D4-list", "model_type", {"model_type": ["llama"]}),
     llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
     llama("D5-number", "architectures", {"architectures": 5}),
     llama("D7", "num_key_value_heads", {"num_key_value_heads": 4}),
@@ -217,14 +213,6 @@ REFUSED = [
 
 
 test_a_config_is_refused_in_one_line_that_names_the_key = refusals(REFUSED)
-
-
-def test_an_unsupported_model_is_told_what_is_supported():  # D4
-    with pytest.raises(
-        BadInput,
-        match=f"one of the {len(FAMILIES)} types that `trilith models` lists, or another of transf.*, found",
-    ):
-        read(LLAMA, {"model_type": "vit"})
 
 
 ACCEPTED = [

@@ -32,12 +32,12 @@ REFUSED = {
     **{
         why: (lambda raw=raw: family_of(raw, "here.json"), "^here.json: model_type: expected .*" + says)
         for why, raw, says in (
-            ("no key", {}, "found an object without any key.*`trilith models` lists the types"),
+            ("D3", {}, "found an object without any key.*`trilith models` lists the types"),
             ("no type", {"hidden_size": 8}, f"found no such key.*{OWN}"),
-            ("null", {"model_type": None}, f"found no such key.*{OWN}"),
+            ("D3-null", {"model_type": None}, f"found no such key.*{OWN}"),
             ("misspelled", {"model_type": "lama"}, "found 'lama'.*Nearest: llama"),
-            ("list", {"model_type": ["llama"]}, r"found \['llama'\].*Nearest: llama"),
-            ("unknown", {"model_type": "vit"}, f"one of the {len(FAMILIES)} types .*found 'vit'"),
+            ("D4-list", {"model_type": ["llama"]}, r"found \['llama'\].*Nearest: llama"),
+            ("D4", {"model_type": "vit"}, f"one of the {len(FAMILIES)} types .*transformers', found 'vit'"),
         )
     },
 }

@@ -7,7 +7,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
-from support.configs import MODELS, PUBLISHED, VARIANTS
+from support.configs import CASES
 from support.families import close, config_of, on_disk, ours_from, transformers_model
 from support.nightly import some
 from support.versions import of_proved_transformers
@@ -18,8 +18,6 @@ from trilith.models.base.keys import DENIED, INERT
 from trilith.parallel_state import BadInput, declarations
 from trilith.simulation.kinds_of_blocks import block_kinds
 
-CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
-CASES |= PUBLISHED
 #: Fields that the forward of an evaluation does not compute with: how weights start, dropout, losses of
 #: routers, and the most positions that may be asked for.
 NOT_IN_FORWARD = {

@@ -7,7 +7,6 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import any_table
 from support.any_model import (
     LAYOUTS,
@@ -25,17 +24,18 @@ from support.any_model import (
     words,
 )
 from support.nightly import some
+from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, write_tokens
 from support.versions import of_proved_transformers
 from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
 from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
+from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
-from trilith.models.from_transformers.meta import on_meta
-from trilith.models.from_transformers.probe import probed
+from trilith.models.from_transformers.probe import on_meta, probed
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
@@ -64,6 +64,15 @@ def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
     is_proved(kind, ["data", *offered()[kind]])
 
 
+def built(kind, **changes):
+    """Return the family, the config and the model of a type, with weights drawn by their names."""
+    made = family(kind)
+    config = made.from_hf(tiny(kind, **changes))
+    model = made.build(config).to_empty(device="cpu").eval()
+    draw(model, model.state)
+    return made, config, model
+
+
 def is_proved(kind, names):
     axes = {axis: LAYOUTS[axis] for axis in names}
     row = prove(kind, short(tiny(kind)), axes)
@@ -71,9 +80,7 @@ def is_proved(kind, names):
 
 
 @of_this_version
-@pytest.mark.parametrize(
-    "kind", random.Random(11).sample([kind for kind in OFFERED if kind not in CHOSEN], 4)
-)
+@pytest.mark.parametrize("kind", random.Random(11).sample(sorted({*OFFERED} - {*CHOSEN}), 4))
 def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
     is_proved(kind, random.Random(kind).sample(["data", *offered()[kind]], 2))
 
@@ -220,12 +227,8 @@ def test_the_page_is_that_of_the_table():
 
 
 def test_every_style_of_transformers_plans_has_a_row():
-    styles = {
-        style
-        for kind in adopted_types()
-        for style in (getattr(config_class(kind), "base_model_tp_plan", None) or {}).values()
-    }
-    assert styles - STYLES.keys() == set()
+    plans = [getattr(config_class(kind), "base_model_tp_plan", None) or {} for kind in adopted_types()]
+    assert {style for plan in plans for style in plan.values()} <= STYLES.keys()
 
 
 def test_a_style_without_a_row_is_refused(monkeypatch):
@@ -259,11 +262,8 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line():
 
 def test_an_encoder_is_refused_and_the_decoder_of_two_named():
     whole = "Models that are made of others .audio_encoder, decoder, text_encoder. are not taken"
-    for kind, says in (
-        ("bert", "Set is_decoder"),
-        ("bart", ".* its decoder trains alone"),
-        ("musicgen", whole),
-    ):
+    alone = ".* its decoder trains alone"
+    for kind, says in (("bert", "Set is_decoder"), ("bart", alone), ("musicgen", whole)):
         with pytest.raises(BadInput, match=f"expected a decoder alone, found another model. {says}"):
             family(kind).from_hf({"model_type": kind})
 
@@ -290,10 +290,8 @@ def test_first_values_follow_transformers_laws():
     made = family("hyperclovax")
     config = made.from_hf(tiny("hyperclovax", initializer_range=0.05, pad_token_id=None))
     torch.manual_seed(0)
-    model, theirs = (
-        made.build(config, device="cpu"),
-        AutoModelForCausalLM.from_config(config.in_transformers()),
-    )
+    model = made.build(config, device="cpu")
+    theirs = AutoModelForCausalLM.from_config(config.in_transformers())
     for name, tensor in theirs.named_parameters():
         parameter, ours = tensor.detach(), model.get_parameter(name).detach()[: len(tensor)]
         assert abs(float(ours.mean() - parameter.mean())) < 0.01, name
@@ -324,10 +322,7 @@ def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(kind,
     ],
 )
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
-    made = family(kind)
-    config = made.from_hf(tiny(kind))
-    model = made.build(config).to_empty(device="cpu")
-    draw(model, model.state)
+    made, config, model = built(kind)
     theirs = plain(config, made, model).float()
     theirs.save_pretrained(tmp_path / "hf")
     loaded = load(tmp_path / "hf").model
@@ -335,16 +330,7 @@ def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
         assert torch.equal(parameter, loaded.get_parameter(name)[: len(parameter)]), name
     convert(tmp_path / "hf", tmp_path / "cut", tensor=2, pipeline=2)
     convert(tmp_path / "cut", tmp_path / "back", to="hf")
-    before, after = (
-        {
-            name: tensor
-            for file in (tmp_path / place).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for place in ("hf", "back")
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
 
 
 def test_a_rule_that_keeps_no_boxes_is_refused(monkeypatch):
@@ -381,10 +367,7 @@ def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(kind, layout, tm
 
 
 def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, capsys):
-    made = family("llama")
-    config = made.from_hf(tiny("llama", vocab_size=512))
-    model = made.build(config).to_empty(device="cpu")
-    draw(model, model.state)
+    made, config, model = built("llama", vocab_size=512)
     plain(config, made, model).save_pretrained(tmp_path / "hf")
     tokens, runs = write_tokens(tmp_path / "tokens"), {}
     for way in ("auto", "transformers"):
@@ -505,29 +488,15 @@ def test_one_process_is_transformers_own(kind):
     assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
 
 
-def test_packed_documents_do_not_see_each_other():
-    made = family("arcee")
-    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
-    ids = torch.randint(3, 100, (1, 24))
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).unsqueeze(0)
-    apart = torch.cat([model(ids[:, :10]), model(ids[:, 10:])], dim=1)
-    assert torch.allclose(model(ids, positions), apart, atol=1e-5)
-
-
 def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches():
-    made = family("gpt_neo")
-    model = made.build(made.from_hf(tiny("gpt_neo"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
+    *_, model = built("gpt_neo")
     with pytest.raises(BadInput, match="one document a row"):
         model(torch.zeros(1, 8, dtype=torch.int64), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
 
 
 def test_attention_that_another_model_set_to_eager_stays_ours():
     """transformers keeps the choice on the config object: eager would take our mask for no mask."""
-    made = family("arcee")
-    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
-    draw(model, model.state)
+    made, _, model = built("arcee")
     ids = torch.randint(3, 100, (1, 16))
     before = model(ids)
     made.from_hf(tiny("arcee")).in_transformers()._attn_implementation = "eager"
@@ -535,6 +504,12 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
     model.hf.config._attn_implementation = "eager"
     with pytest.raises(RuntimeError, match="meta"):  # the mask has no numbers, so it cannot be added
         model(ids)
+
+
+@pytest.mark.parametrize(("mask", "found"), [(None, "NoneType"), (torch.ones(1, 1, 4, 4), "Tensor")])
+def test_attention_that_is_called_without_this_forwards_mask_is_refused_in_one_line(mask, found):
+    with pytest.raises(BadInput, match=f"^Identity: attention_mask: expected the mask .*, found {found}$"):
+        attention(torch.nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), mask)
 
 
 @pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
@@ -549,11 +524,6 @@ def test_a_buffer_that_cannot_be_declared_is_named_itself_in_the_refusal():
     config = family("deepseek_v4").from_hf(tiny("deepseek_v4"))
     with pytest.raises(BadInput, match=r"^deepseek_v4: model\.layers\.0\..*: expected floating numbers"):
         on_meta(config, ours=False)
-
-
-def test_a_type_of_the_zoo_stays_the_zoos():
-    assert family_of({"model_type": "llama"}) is FAMILIES["llama"]
-    assert isinstance(family_of({"model_type": "arcee"}), TransformersFamily)
 
 
 def test_a_type_that_no_test_has_tried_is_refused(monkeypatch):

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.configs import MODELS, PUBLISHED, VARIANTS
+from support.configs import CASES, MODELS
 from support.families import DELTA_NETS, close, config_of, on_disk, ours_from, transformers_model
 from support.nightly import some
 from torch import Tensor
@@ -15,11 +15,11 @@ from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_c
 from trilith.models import family_of
 
 VOCAB = 503
-CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
-CASES |= PUBLISHED
-for name, raw in CASES.items():  # transformers adds the loss of balance only to a loss of its own
-    if "output_router_logits" in raw:
-        CASES[name] = raw | {"output_router_logits": False}
+#: transformers adds the loss of balance only to a loss of its own.
+CASES = {
+    name: raw | ({"output_router_logits": False} if "output_router_logits" in raw else {})
+    for name, raw in CASES.items()
+}
 
 
 @cache

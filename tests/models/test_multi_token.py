@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import MODELS
-from support.families import config_of, family_and_config, on_disk, transformers_model
+from support.families import config_of, on_disk, ours_from, transformers_model
 from support.round_trips import assert_same, weights
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
@@ -34,18 +34,6 @@ def with_block(row):
     return theirs, config_of(theirs) | {"num_hidden_layers": blocks, "mtp": True}, tensors
 
 
-def ours_of(raw, tensors):
-    family, config = family_and_config(raw)
-    model = family.build(config, device="cpu", dtype=torch.float64)
-    parameters = dict(model.named_parameters())
-    links, shapes = family.links(config)
-    assert shapes == {name: tuple(one.shape) for name, one in tensors.items()}
-    for link in links:
-        target = parameters[link.ours].data[link.ours_box.slices]
-        target.copy_(tensors[link.hf][link.hf_box.slices].view(target.shape))
-    return family, config, model
-
-
 def rms(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
@@ -64,7 +52,9 @@ def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     """
     torch.manual_seed(5)
     theirs, raw, tensors = with_block(row)
-    family, config, model = ours_of(raw, tensors)
+    family, config, model = ours_from(theirs, raw, tensors)
+    assert family.links(config)[1] == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    model = model.double().train()
     ids, labels = torch.randint(503, (2, 20)), torch.randint(503, (2, 20))
     labels[0, :4], labels[1, 9] = IGNORE, IGNORE
     reported = Step(model, TokenLoss(model, mtp=FACTOR), micro_batch=1)(Batch(ids, labels))

@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
-from support.configs import MODELS, VARIANTS
+from support.configs import CASES
 from support.families import family_and_config
 from support.nightly import some
 from trilith.models import FAMILIES
 from trilith.simulation.kinds_of_blocks import block_kinds
 
-CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 IDS = torch.arange(8).unsqueeze(0)
 
 

@@ -21,6 +21,7 @@ from trilith.checkpoints import differences as differences_of_files
 from trilith.data import Batch
 from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
+from trilith.models.base.keys import names
 from trilith.models.from_transformers import TransformersFamily, family_of_type
 from trilith.models.from_transformers import config as adopted
 from trilith.models.from_transformers.config import FROM_PADDING, config_class, model_class
@@ -84,27 +85,11 @@ SMALL: dict[str, Any] = {
     "num_global_layers": 1, "projector_input_dim": 64, "projector_output_dim": 64,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
-_OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
-_LEAVE = (
-    "eps",
-    "init",
-    "std",
-    "range",
-    "coef",
-    "rope",
-    "rotary",
-    "theta",
-    "time_step",
-    "aux",
-    "epsilon",
-    "ratio",
-    "percent",
-)
+_OFF = ("drop", "jitter")
+_LEAVE = names("eps init std range coef rope rotary theta time_step aux ratio percent")
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"pad_token_id": 0} for kind in FROM_PADDING},
-    "glm4_moe_lite": {"num_key_value_heads": 4},
-    "minicpm3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     **{kind: {"layer_types": ["conv", "full_attention"] * 2} for kind in ("lfm2", "lfm2_moe")},
@@ -187,11 +172,8 @@ def tiny_of(base: Any) -> dict[str, Any]:
                 raw[key] = value * 1.25
     for key, value in SMALL.items():
         key = names.get(key, key)
-        if key in stated and (
-            stated[key] is not None
-            or key.endswith("token_id")
-            or key in ("head_dim", "num_key_value_heads", "sliding_window")
-        ):
+        usual = key.endswith("token_id") or key in ("head_dim", "num_key_value_heads", "sliding_window")
+        if key in stated and (usual or stated[key] is not None):
             raw[key] = value
     if "qk_rope_head_dim" in stated:  # from which the head dim follows
         raw["head_dim"] = SMALL["qk_rope_head_dim"]
@@ -203,12 +185,8 @@ def tiny_of(base: Any) -> dict[str, Any]:
     if isinstance(kinds, list) and kinds:
         raw["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
     for key, value in stated.items():
-        if (
-            isinstance(value, list)
-            and key not in raw
-            and key.endswith(("_types", "_pattern", "_layers"))
-            and len(value) > 4
-        ):
+        by_block = isinstance(value, list) and key.endswith(("_types", "_pattern", "_layers"))
+        if by_block and key not in raw and len(value) > 4:
             raw[key] = value[:4]
     return raw
 
@@ -458,13 +436,11 @@ def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in theirs.state_dict().items()}
     parameters = dict(ours.named_parameters())
     for link in links:
-        tensors[link.hf][link.hf_box.slices] = (
-            parameters[link.ours].detach()[link.ours_box.slices].to(torch.float64)
-        )
-    tied = set(getattr(theirs, "all_tied_weights_keys", None) or {})
-    theirs.load_state_dict(
-        {name: tensor for name, tensor in tensors.items() if name not in tied}, strict=False
-    )
+        piece = parameters[link.ours].detach()[link.ours_box.slices]
+        tensors[link.hf][link.hf_box.slices] = piece.to(torch.float64)
+    for name in getattr(theirs, "all_tied_weights_keys", None) or {}:
+        tensors.pop(name, None)
+    theirs.load_state_dict(tensors, strict=False)
     for name, tensor in theirs.state_dict().items():
         assert not bool(tensor.isnan().any()), f"{name} has no counterpart"
     return theirs
@@ -515,12 +491,8 @@ def judge(row: Row, axis: str, alone: Observation, ranks: list[Observation]) -> 
     ]
     try:
         for what in ("gradients", "parameters"):
-            gaps += [
-                gap
-                for _, gap in differences(
-                    assemble([getattr(alone, what)]), [getattr(rank, what) for rank in ranks]
-                )
-            ]
+            whole, parts = assemble([getattr(alone, what)]), [getattr(rank, what) for rank in ranks]
+            gaps += [gap for _, gap in differences(whole, parts)]
     except AssertionError as error:
         row.refused[axis] = f"failed: {str(error)[:160]}"
         return

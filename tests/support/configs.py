@@ -62,14 +62,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 #: Of these, the models with experts.
 EXPERTS = {name for name, raw in MODELS.items() if "num_experts_per_tok" in raw}
-#: By name: the config that a variant is like, and the fields that differ from it.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (raw["like"], {key: value for key, value in raw.items() if key != "like"})
-    for name in _names(FOLDER / "variants")
-    for raw in (_read(FOLDER / "variants" / f"{name}.json"),)
-}
 #: Published configs with every key of their files, but smaller numbers and fp32.
 PUBLISHED = {name: _read(FOLDER / "published" / f"{name}.json") for name in _names(FOLDER / "published")}
+_VARIANTS = {name: _read(FOLDER / "variants" / f"{name}.json") for name in _names(FOLDER / "variants")}
+#: All of these, and variants: each is ``like`` one of them but for some fields.
+CASES = MODELS | {
+    name: MODELS[raw["like"]] | {key: value for key, value in raw.items() if key != "like"}
+    for name, raw in _VARIANTS.items()
+}
+CASES |= PUBLISHED
 
 #: The keys of published files by family, for tests that change one of them.
 KEYS = {name: _read(FOLDER / "keys" / f"{name}.json") for name in _names(FOLDER / "keys")}

@@ -122,7 +122,5 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    parameters = _signature(function).parameters.values()
-    return any(
-        keyword == parameter.name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
-    )
+    parameters = _signature(function).parameters
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

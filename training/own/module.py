@@ -81,9 +81,8 @@ class OwnFamily(Family):
         self._check_known(layout, None)
         super().check_layout(config, layout)
         models = self.stages_on_meta(config, layout)
-        if layout.pipeline > 1 and not all(
-            isinstance(getattr(model, "stage", None), Stage) for model in models
-        ):
+        staged = all(isinstance(getattr(model, "stage", None), Stage) for model in models)
+        if layout.pipeline > 1 and not staged:
             todo = "Keep self.stage = Stage.of(blocks, state=state), and make the blocks of it"
             expected = "a Stage in its attribute `stage`, with pipeline ranks"
             raise BadInput("recipe", "model.module", expected=expected, found="none", todo=todo)
