@@ -87,9 +87,8 @@ class MultiHeadLatentAttention(AttentionLayer):
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         rope, scope = inputs.rope("all"), inputs.scope(None)
-        still_BHSE, turned_BHSE = split_heads(self._queries(x_BSD), self.key_dim).split(
-            self.key_parts, dim=-1
-        )
+        q_BSF: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
+        still_BHSE, turned_BHSE = split_heads(q_BSF, self.key_dim).split(self.key_parts, dim=-1)
         q_BHSE = _joined(still_BHSE, rope(turned_BHSE))
         latent_BSR, key_BSE = self.kv_down(x_BSD).split(self.latent_parts, dim=-1)
         # One rotated key serves all heads, and so all ranks.
@@ -100,11 +99,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
         out: Tensor = self.out(self.attend(q_BHSE, k_BHTE, v_BHTE, scope))
         return out
-
-    def _queries(self, x_BSD: Tensor) -> Tensor:
-        """Return the queries of this rank's heads, (B, S, H E)."""
-        q_BSH: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
-        return q_BSH
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

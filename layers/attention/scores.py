@@ -18,16 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-)
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState
 from ..host_numbers import HostNumbers
 from .backends import Score
 
@@ -73,8 +64,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 class Alibi:
     """Describe the biases of all heads: ``factor`` times slope times the key's position less the query's.
 
-    ``rounded``: slopes, positions and their products are rounded to bf16, whatever the model's dtype (Falcon,
-    which was trained so).
+    ``rounded``: slopes, positions and products are rounded to bf16 in any dtype (Falcon was trained so).
     """
 
     slopes: tuple[float, ...]
@@ -125,10 +115,8 @@ class Sinks(DeclaredModule):
     def __init__(
         self, heads: int, *, initial: Initial | None = None, state: ParallelState | None = None
     ) -> None:
-        super().__init__()
-        declare_parameter(
-            self, "weight", Declaration((heads,), Cut(0), initial=initial or Constant(0.0)), alone_or(state)
-        )
+        super().__init__(state)
+        self.declare("weight", (heads,), Cut(0), initial=initial or Constant(0.0))
 
 
 def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +128,7 @@ def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[
 def sinks_gradient(grad_BHSE: Tensor, out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,); output and log-sums are those of ``add_sinks``.
 
-    The gradients of queries, keys and values need no rule of their own: ``attend_backward`` takes the same
-    output and log-sums.
+    Those of queries, keys and values need no rule: ``attend_backward`` takes the same output and log-sums.
     """
     inner = log_sums_BHS.dtype
     shares_BHS = (sinks_H.to(inner).view(-1, 1) - log_sums_BHS).exp()
