@@ -15,8 +15,7 @@ scatter_sequence    reduce-scatter      all-gather          reduce_scatter_to_se
 
 A "whole" activation is equal on every rank, and so is its gradient. A "split" activation is cut into one
 piece for each rank. A "partial" activation is a term on each rank, and the value is their sum. On one tensor
-rank each pair is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et
-al. 2022 (section 4).
+rank each pair is the identity. Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.
 """
 
 from collections.abc import Callable
@@ -79,9 +78,7 @@ def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Ten
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Gather an activation that is split along the sequence; ranks may use it differently, so gradients
-    are summed.
-    """
+    """Gather an activation along its sequence; ranks may use it differently: gradients are summed."""
     if state.tensor.size == 1:
         return x
     check_sequence(x, dim)

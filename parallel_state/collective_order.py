@@ -51,8 +51,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
     Raises ``PeerFailed`` on every rank of the group before the call runs, with both calls and the lines of
     code that made them. If a rank does not come within ``timeout``, the error names what it did last. With
     ``interval`` above 1 a call that differs may have run already; if it raises, or waits until its own
-    timeout, the calls since the last comparison are compared. Collectives of other threads (a background
-    save) are not seen.
+    timeout, the calls since the last comparison are compared. Those of other threads are not seen.
     """
 
     def __init__(self, state: ParallelState, *, interval: int = 1, timeout: timedelta = TIMEOUT) -> None:

@@ -1,6 +1,4 @@
-"""Define the declaration of how a parameter is cut: loading, saving, gradient sums and norms follow from
-it.
-"""
+"""Define how a parameter is cut: loading, saving, gradient sums and norms follow from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,9 +83,7 @@ class Declaration:
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank at these coordinates holds, padding included, before the data axes shard
-        it.
-        """
+        """Return what the rank at these coordinates holds, with padding, before the data axes shard it."""
         shape = self.held_shape(layout)
         whole = Box.whole(shape)
         if self.experts:
@@ -101,8 +97,7 @@ class Declaration:
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP
-        does.
+        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes.
 
         The cut is that of ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or
         empty. At ``zero=0`` nothing is cut, and the context ranks hold the same.
@@ -116,9 +111,7 @@ class Declaration:
         return box.narrow(dim, min(index * piece, rows), min((index + 1) * piece, rows))
 
     def shard_dim(self, layout: Layout) -> int:
-        """Return the dim that FSDP cuts: the first, or the second for stacked experts that are fewer than
-        the ranks.
-        """
+        """Return the dim that FSDP cuts: the first, or the second of stacked experts fewer than ranks."""
         if not self.experts:
             return 0
         ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
@@ -135,8 +128,7 @@ class Declaration:
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
     def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
-        """Tell whether this rank is the owner among the ranks that hold the same box: the one that counts and
-        writes it.
+        """Tell whether, of the ranks that hold the same box, this one is its owner: it counts and writes it.
 
         ``sharded=False``: before the data axes shard it.
         """

@@ -134,9 +134,7 @@ def _sum_together(
 
 
 class NotTrained(PeerFailed):
-    """Report that a trained parameter has no gradient after backward, or that all gradients are zero. Exit
-    code 3.
-    """
+    """Report that a trained parameter has no gradient, or that all are zero. Exit code 3."""
 
 
 def has_gradients(model: nn.Module) -> bool:
@@ -185,9 +183,7 @@ def refuse_untrained(
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return a scalar that is 0 only if every gradient on this rank is 0; on a GPU it is the largest
-    element.
-    """
+    """Return a scalar, 0 only if all gradients here are 0; on a GPU it is the largest element."""
     grads = [local_data(parameter.grad) for parameter in parameters if parameter.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
     if all(accelerator.is_host(grad.device) for grad in grads):  # the first gradient says it, nearly always

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..system import counted
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -92,24 +92,11 @@ class Layout:
             refuse_layout("virtual_stages", expected, stages, nearest("virtual_stages", [2], stages))
 
     @classmethod
-    def of(
-        cls,
-        *,
-        tensor: int = 1,
-        pipeline: int = 1,
-        data: int = 1,
-        context: int = 1,
-        zero: int = 0,
-        data_replicate: int = 1,
-        expert: int = 1,
-        sequence: bool = False,
-        ring: bool = False,
-        virtual_stages: int = 1,
-        v_shape: bool = False,
-    ) -> Layout:
+    def of(cls, *, data: int = 1, zero: int = 0, data_replicate: int = 1, **others: Any) -> Layout:
         """Return a layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
-        ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP).
+        ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP). ``others``: the
+        other numbers of a layout, such as ``tensor``.
         """
         if zero == 0:
             shard, replicate = 1, data
@@ -121,19 +108,7 @@ class Layout:
                 todo = nearest_divisors("data_replicate", data, data_replicate)
                 refuse_layout("data_replicate", f"a divisor of {data}", data_replicate, todo)
             shard, replicate = data // data_replicate, data_replicate
-        return cls(
-            tensor=tensor,
-            context=context,
-            data_shard=shard,
-            data_replicate=replicate,
-            pipeline=pipeline,
-            expert=expert,
-            zero=zero,
-            sequence=sequence,
-            ring=ring,
-            virtual_stages=virtual_stages,
-            v_shape=v_shape,
-        )
+        return cls(data_shard=shard, data_replicate=replicate, zero=zero, **others)
 
     @property
     def world(self) -> int:
@@ -179,8 +154,7 @@ class Layout:
     def data_sizes(self, experts: bool = False) -> tuple[int, int, int]:
         """Return (replicas, ZeRO shards, expert shards) of a weight over the data and context ranks.
 
-        Expert shards are never whole on one rank; their number is 1 except in the second view, with
-        ``experts``.
+        Expert shards are never whole on one rank; there is 1 except in the second view (``experts``).
         """
         expert = self.expert if experts else 1
         rest = self.expert_pool // expert

@@ -29,9 +29,7 @@ def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
 
 
 def check_workers(workers: int, where: str) -> None:
-    """Raise ``BadInput``, naming ``where``, for no worker or for more workers than this machine should
-    start.
-    """
+    """Raise ``BadInput``, naming ``where``, for no worker, or more than this machine should start."""
     if not 1 <= workers <= most_at_once():
         expected = f"from 1 to {most_at_once():,} on this machine"
         raise BadInput(where, "workers", expected=expected, found=f"{workers:,}")

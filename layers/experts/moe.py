@@ -8,17 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BadInput,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import BadInput, DeclaredModule, Initial, ParallelState, Uniform, alone_or, local
 from ..collectives import enter_tensor, leave_tensor
 from ..mlp import GatedMLP
 from .dispatch import Dispatch
@@ -84,14 +74,11 @@ class GatedShared(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.net, self.state = net, alone_or(state)
-        # It multiplies a term of a sum, so its gradient is one, too.
-        partial = ("tensor",) if self.state.tensor.size > 1 else ()
+        super().__init__(state)
+        self.net = net
         initial = initial or Uniform(1 / sqrt(hidden_size))
-        declare_parameter(
-            self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), self.state
-        )
+        # It multiplies a term of a sum, so its gradient is one, too.
+        self.declare("gate", (1, hidden_size), partial=("tensor",), initial=initial)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the gated output of ``net``, of the shape of ``x``."""

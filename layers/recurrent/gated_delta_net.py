@@ -3,8 +3,6 @@
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,13 +11,10 @@ from ...parallel_state import (
     BadInput,
     Constant,
     Cut,
-    Declaration,
     DeclaredModule,
     Initial,
     LogUniform,
     ParallelState,
-    alone_or,
-    declare_parameter,
     local,
 )
 from ..attention.inputs import AttentionInputs
@@ -40,8 +35,7 @@ class GatedDeltaNet(DeclaredModule):
 
     Parameters: the products ``qkvz`` (queries, keys, values, output gate) and ``ba`` (write strength, decay),
     ``conv`` over queries, keys and values, ``A_log`` and ``dt_bias`` a value head, ``norm``, ``out``. The
-    rule itself is plain torch in chunks of 64 tokens on every device; backward computes it again. Source:
-    Yang et al. 2024.
+    rule is plain torch in chunks of 64 tokens on any device; backward repeats it. Source: Yang et al. 2024.
     """
 
     #: ``torch.compile`` mistakes how the output of the triangular solver lies in memory.
@@ -64,11 +58,11 @@ class GatedDeltaNet(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         if value_heads % key_heads:
             expected = f"a multiple of key_heads={key_heads}"
             raise BadInput("GatedDeltaNet", "value_heads", expected=expected, found=value_heads)
-        self.state, self.key_dim, self.value_dim = alone_or(state), key_dim, value_dim
+        self.key_dim, self.value_dim = key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}
         self.qkvz = ColumnParallelLinear(
@@ -90,9 +84,9 @@ class GatedDeltaNet(DeclaredModule):
             state=state,
         )
         self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, initial=initial, state=state)
-        heads = Declaration((value_heads,), Cut(0, unit=value_heads // key_heads))
+        heads = Cut(0, unit=value_heads // key_heads)
         for name, start in (("A_log", LogUniform(0.01, 16.0)), ("dt_bias", Constant(1.0))):
-            declare_parameter(self, name, replace(heads, initial=start), self.state)
+            self.declare(name, (value_heads,), heads, initial=start)
         self.norm = RMSNorm(value_dim, eps, heads=True, state=state)
         self.out = RowParallelLinear(
             widths["v"], hidden_size, bias=False, unit=units["v"], initial=initial, state=state

@@ -3,25 +3,13 @@
 B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    LogUniform,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, LogUniform, ParallelState, local
 from ..attention.inputs import AttentionInputs
 from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
@@ -64,8 +52,8 @@ class Mamba2(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state, self.head_dim, self.state_dim = alone_or(state), head_dim, state_dim
+        super().__init__(state)
+        self.head_dim, self.state_dim = head_dim, state_dim
         self.groups = HeadGroups(heads, groups, self.state)
         mixed = {"x": heads * head_dim, "B": groups * state_dim, "C": groups * state_dim}
         units = {"x": head_dim, "B": state_dim, "C": state_dim}
@@ -88,14 +76,9 @@ class Mamba2(DeclaredModule):
             initial=initial,
             state=state,
         )
-        each = Declaration((heads,), Cut(0))
-        starts: dict[str, Initial] = {
-            "A_log": LogUniform(1.0, 16.0),
-            "dt_bias": Constant(1.0),
-            "D": Constant(1.0),
-        }
-        for name, start in starts.items():
-            declare_parameter(self, name, replace(each, initial=start), self.state)
+        ones = Constant(1.0)
+        for name, start in (("A_log", LogUniform(1.0, 16.0)), ("dt_bias", ones), ("D", ones)):
+            self.declare(name, (heads,), Cut(0), initial=start)
         self.norm = HeadsRMSNorm(heads, head_dim, eps, groups=groups, state=state)
         self.out = RowParallelLinear(
             mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state

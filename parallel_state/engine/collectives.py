@@ -1,6 +1,4 @@
-"""Call torch's functional collectives: they return new tensors, wait for the result, and ``torch.compile``
-traces them.
-"""
+"""Call torch's functional collectives: they return new tensors, there and traced by its compiler."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -52,9 +50,7 @@ def reduce_scatter_start(x: Tensor, dim: int, group: dist.ProcessGroup) -> Calla
 
 
 def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum ``x``, which nobody needs any more, over the ranks, in its own memory; the function that
-    is returned waits for the sum and gives it.
-    """
+    """Begin to sum ``x`` over the ranks in its own memory; the function returned waits and gives the sum."""
     # The compiler, which plans memory itself, wants the operator that returns a new tensor.
     start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
     out = start(x.contiguous(), "sum", group.group_name)
