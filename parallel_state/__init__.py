@@ -35,7 +35,6 @@ from .gradient_sums import (
 from .initial_weights import OWN, Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout, refuse_layout
-from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare, declare_parameter, initialize, local, stored_box
 from .pieces import Box, Piece, shared_units
 from .process_groups import (

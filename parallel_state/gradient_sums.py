@@ -159,8 +159,14 @@ def refuse_untrained(
     counts, may have zero gradients.
     """
     trained, missing = counts
+    pattern = re.compile(unused or "(?!)")
+    mine = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not pattern.search(name)
+    }
     if missing:
-        names = [name for name, parameter in _trained(model, unused).items() if parameter.grad is None]
+        names = [name for name, parameter in mine.items() if parameter.grad is None]
         rank, name = _first(names, state)
         others = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
         raise NotTrained(
@@ -169,7 +175,6 @@ def refuse_untrained(
         )
     if not trained or loss == 0 or not math.isfinite(loss):
         return
-    mine = _trained(model, unused)
     largest = _largest(mine.values())
     if state is not None and state.layout.world > 1:
         largest = largest.to(next((parameter.device for parameter in model.parameters()), state.device))
@@ -189,15 +194,6 @@ def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
     if all(accelerator.is_host(grad.device) for grad in grads):  # the first gradient says it, nearly always
         return torch.tensor(any(bool(grad.any()) for grad in grads), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double()
-
-
-def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:
-    pattern = None if unused is None else re.compile(unused)
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (pattern is None or not pattern.search(name))
-    }
 
 
 def _first(names: Sequence[str], state: ParallelState | None) -> tuple[int, str]:

@@ -25,14 +25,6 @@ class Coordinates:
     tensor: int = 0
 
 
-#: The numbers of a layout with the smallest legal one, and its switches.
-_LEAST = {
-    **dict.fromkeys(("tensor", "context", "data_shard", "data_replicate", "pipeline", "expert"), 1),
-    **{"zero": 0, "virtual_stages": 1},
-}
-_SWITCHES = ("sequence", "ring", "v_shape")
-
-
 def refuse_layout(key: str, expected: str, actual: object, todo: str = "") -> NoReturn:
     """Raise ``BadInput`` for a number of a layout."""
     raise BadInput("layout", key, expected=expected, found=actual, todo=todo)
@@ -66,13 +58,12 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SWITCHES:
-            if not isinstance(value := getattr(self, name), bool):
-                refuse_layout(name, "true or false", repr(value))
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                refuse_layout(name, f"a whole number from {least} up", repr(value))
+        for field in fields(self):  # the least number is that of one rank, the default
+            number, least = getattr(self, field.name), field.default
+            switch = isinstance(least, bool)
+            if not isinstance(number, int) or isinstance(number, bool) != switch or number < least:
+                expected = "true or false" if switch else f"a whole number from {least} up"
+                refuse_layout(field.name, expected, repr(number))
         if self.zero > 3:
             refuse_layout("zero", "0, 1, 2 or 3", self.zero)
         if self.zero == 0 and self.data_shard > 1:

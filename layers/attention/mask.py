@@ -123,9 +123,7 @@ class AttentionScope:
 
     def _dense(self) -> Tensor:
         assert self._positions is not None, "without positions nothing is hidden"
-        if self._cache is None:
-            keys, places = self._positions.shape[1], None
-        else:
-            keys = self._cache.used
-            places = torch.arange(self._cache.start, keys, device=self._positions.device)
+        start = 0 if self._cache is None else self._cache.start
+        keys = start + self._positions.shape[1]
+        places = torch.arange(start, keys, device=self._positions.device)
         return visible_tokens(starts_and_firsts(self._positions, self._window, places)[1], keys)

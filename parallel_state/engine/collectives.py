@@ -99,12 +99,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def work_of(done: torch.futures.Future[Any]) -> Any:
-    """Return a collective's handle, as its operator returns it, that ends with ``done``."""
-    made: Any = torch._C._distributed_c10d
-    return made._create_work_from_future(done).boxed()
-
-
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
     """Return the group that a collective operator is given, as an object or by name."""
     for arg in args:

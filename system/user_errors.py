@@ -4,8 +4,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..system import visible
-from ..system.errors import BadInput
+from . import visible
+from .errors import BadInput
 
 #: This package: no code of its files is the user's.
 PACKAGE = __name__.partition(".")[0]
