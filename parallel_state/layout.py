@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ..system import counted
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -59,7 +59,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # the least number is that of one rank, the default
-            number, least = getattr(self, field.name), field.default
+            number, least = getattr(self, field.name), cast(int, field.default)
             switch = isinstance(least, bool)
             if not isinstance(number, int) or isinstance(number, bool) != switch or number < least:
                 expected = "true or false" if switch else f"a whole number from {least} up"
