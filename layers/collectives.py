@@ -117,24 +117,17 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
 def check_sequence(x: Tensor, dim: int) -> None:
     """Refuse an input without a sequence dim: another dim would be cut in its place."""
     if x.ndim <= dim + 1:
-        raise BadInput(
-            "sequence parallelism",
-            "input",
-            expected="(batch, sequence, features)",
-            found=f"shape {tuple(x.shape)}",
-            todo="Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True",
-        )
+        expected, shape = "(batch, sequence, features)", f"shape {tuple(x.shape)}"
+        todo = "Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True"
+        raise BadInput("sequence parallelism", "input", expected=expected, found=shape, todo=todo)
 
 
 def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
     if x.shape[dim] % state.tensor.size:
-        raise BadInput(
-            "input",
-            f"dim {dim} of shape {tuple(x.shape)}",
-            expected=f"a length that tensor={state.tensor.size} divides",
-            found=x.shape[dim],
-            todo="Change the sequence length or the tensor axis",
-        )
+        place = f"dim {dim} of shape {tuple(x.shape)}"
+        expected = f"a length that tensor={state.tensor.size} divides"
+        todo = "Change the sequence length or the tensor axis"
+        raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
 
 
 def _gather_and_scatter(dim: int, state: ParallelState) -> tuple[_Change, _Change]:

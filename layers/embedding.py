@@ -7,21 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    Normal,
-    ParallelState,
-    alone_or,
-    declarations,
-    declare_parameter,
-    engine,
-    local,
-    padded_rows,
-)
+from ..parallel_state import DeclaredModule, ParallelState, alone_or, declare_parameter, engine, local
+from ..parallel_state.declaration import Cut, Declaration, declarations, padded_rows
+from ..parallel_state.initial_weights import Constant, Initial, Normal
 from .collectives import gather_from_tensor, leave_tensor
 from .column_products import column_products
 

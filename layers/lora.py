@@ -28,15 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    BadInput,
-    Constant,
-    Declaration,
-    Initial,
-    Uniform,
-    declarations,
-    declare_parameter,
-)
+from ..parallel_state import BadInput, Declaration, declarations, declare_parameter
+from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .activation_checkpointing import products_recomputed
 from .dropout import own_random
 from .parallel_linear import OutputPart, ParallelLinear, ReplicatedLinear, RowParallelLinear

@@ -19,19 +19,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    BadInput,
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    declare_parameter,
-    local,
-    shared_units,
-)
+from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, local, shared_units
+from ..parallel_state.declaration import Cut, Declaration
+from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .collectives import enter_tensor, leave_tensor
 from .column_products import Products, WeightsAndBiases, column_products, products
 

@@ -62,25 +62,18 @@ class Declaration:
     def check(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
         if self.experts and self.shape[0] % layout.expert:
-            raise BadInput(
-                name,
-                "experts",
-                expected=f"a number that expert={layout.expert} divides",
-                found=self.shape[0],
-                todo=nearest_divisors("expert", gcd(self.shape[0], layout.expert_pool), layout.expert),
-            )
+            expected = f"a number that expert={layout.expert} divides"
+            todo = nearest_divisors("expert", gcd(self.shape[0], layout.expert_pool), layout.expert)
+            raise BadInput(name, "experts", expected=expected, found=self.shape[0], todo=todo)
         if self.cut is None:
             return
         size, dim = getattr(layout, self.cut.axis), self.held_shape(layout)[self.cut.dim]
         if dim % (size * self.cut.unit):
             units = dim // self.cut.unit
-            raise BadInput(
-                name,
-                f"{units} units of {self.cut.unit} on dim {self.cut.dim}",
-                expected=f"a number that {self.cut.axis}={size} divides",
-                found=units,
-                todo=nearest_divisors(self.cut.axis, units, size),
-            )
+            key = f"{units} units of {self.cut.unit} on dim {self.cut.dim}"
+            todo = nearest_divisors(self.cut.axis, units, size)
+            expected = f"a number that {self.cut.axis}={size} divides"
+            raise BadInput(name, key, expected=expected, found=units, todo=todo)
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
         """Return what the rank at these coordinates holds, with padding, before the data axes shard it."""

@@ -31,13 +31,10 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
     if state.layout.world > 1:
         refuse_foreign(model, where, over=state if averaged else None)
     for name, cut_for in _cut_otherwise(model, state):
-        raise BadInput(
-            where,
-            "state",
-            expected="the ParallelState that the model was cut with",
-            found=f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}",
-            todo=f"Pass it: {where}(..., state=state)",
-        )
+        expected = "the ParallelState that the model was cut with"
+        todo = f"Pass it: {where}(..., state=state)"
+        actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
+        raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
 
 
 def _cut_otherwise(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, str]]:

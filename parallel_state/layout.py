@@ -179,13 +179,11 @@ class Layout:
             axes = {axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "data")}
             product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
             data, rest = divmod(world * self.data, self.world)
-            raise BadInput(
-                "layout",
-                expected=counted(self.world, "rank") + (f" = {product}" if product else ", the default"),
-                found=f"{world:,} started",
-                todo=("Change an axis" if rest else f"Say layout.data={data}")
-                + f", or start {counted(self.world, 'rank')} (torchrun --nproc-per-node {self.world})",
-            )
+            ranks = counted(self.world, "rank")
+            change = "Change an axis" if rest else f"Say layout.data={data}"
+            expected = ranks + (f" = {product}" if product else ", the default")
+            todo = f"{change}, or start {ranks} (torchrun --nproc-per-node {self.world})"
+            raise BadInput("layout", expected=expected, found=f"{world:,} started", todo=todo)
 
     def check_length(self, length: int, where: str, key: str) -> None:
         """Refuse a sequence length that cannot be cut into the layout's equal pieces."""
@@ -195,13 +193,8 @@ class Layout:
             return
         reasons = [f"2 x context={self.context}"] if self.context > 1 else []
         reasons += [f"tensor={self.tensor} under sequence parallelism"] if self.sequence else []
-        raise BadInput(
-            where,
-            key,
-            expected=f"a multiple of {' and '.join(reasons)}",
-            found=length,
-            todo=nearest_multiples(key, unit, length),
-        )
+        expected, todo = f"a multiple of {' and '.join(reasons)}", nearest_multiples(key, unit, length)
+        raise BadInput(where, key, expected=expected, found=length, todo=todo)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of ``rank``."""

@@ -8,17 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import (
-    BadInput,
-    Cut,
-    DeclaredModule,
-    Initial,
-    Layout,
-    ParallelState,
-    Uniform,
-    declarations,
-    local,
-)
+from ...parallel_state import BadInput, Cut, DeclaredModule, Layout, ParallelState, declarations, local
+from ...parallel_state.initial_weights import Initial, Uniform
 from ..lora import LowRank, add_adapter, factors_of, lora_scale
 from ..mlp import activation
 from ..parallel_linear import OutputPart

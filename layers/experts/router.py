@@ -13,16 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BUFFER_DTYPE,
-    BadInput,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    engine,
-    local,
-)
+from ...parallel_state import BUFFER_DTYPE, BadInput, DeclaredModule, ParallelState, engine, local
+from ...parallel_state.initial_weights import Initial, Uniform
 from ..autocast import without_autocast
 
 

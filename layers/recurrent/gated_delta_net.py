@@ -3,20 +3,15 @@
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BadInput,
-    Constant,
-    Cut,
-    DeclaredModule,
-    Initial,
-    LogUniform,
-    ParallelState,
-    local,
-)
+from ...parallel_state import BadInput, Cut, DeclaredModule, ParallelState, local
+from ...parallel_state.initial_weights import Constant, Initial, LogUniform
 from ..attention.inputs import AttentionInputs
 from ..collectives import enter_tensor
 from ..norm import RMSNorm
@@ -65,32 +60,16 @@ class GatedDeltaNet(DeclaredModule):
         self.key_dim, self.value_dim = key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}
-        self.qkvz = ColumnParallelLinear(
-            hidden_size,
-            widths | {"z": widths["v"]},
-            bias=False,
-            unit=units | {"z": units["v"]},
-            entered=True,
-            initial=initial,
-            state=state,
-        )
-        self.ba = ColumnParallelLinear(
-            hidden_size,
-            {"b": value_heads, "a": value_heads},
-            bias=False,
-            unit=value_heads // key_heads,
-            entered=True,
-            initial=initial,
-            state=state,
-        )
-        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, initial=initial, state=state)
+        alike: dict[str, Any] = {"initial": initial, "state": state}
+        linear = partial(ColumnParallelLinear, hidden_size, bias=False, entered=True, **alike)
         heads = Cut(0, unit=value_heads // key_heads)
+        self.qkvz = linear(widths | {"z": widths["v"]}, unit=units | {"z": units["v"]})
+        self.ba = linear({"b": value_heads, "a": value_heads}, unit=heads.unit)
+        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, **alike)
         for name, start in (("A_log", LogUniform(0.01, 16.0)), ("dt_bias", Constant(1.0))):
             self.declare(name, (value_heads,), heads, initial=start)
         self.norm = RMSNorm(value_dim, eps, heads=True, state=state)
-        self.out = RowParallelLinear(
-            widths["v"], hidden_size, bias=False, unit=units["v"], initial=initial, state=state
-        )
+        self.out = RowParallelLinear(widths["v"], hidden_size, bias=False, unit=units["v"], **alike)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the delta net of ``x``, of the same shape."""

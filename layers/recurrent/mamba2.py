@@ -4,6 +4,7 @@ B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,32 +58,18 @@ class Mamba2(DeclaredModule):
         self.groups = HeadGroups(heads, groups, self.state)
         mixed = {"x": heads * head_dim, "B": groups * state_dim, "C": groups * state_dim}
         units = {"x": head_dim, "B": state_dim, "C": state_dim}
-        self.inner = ColumnParallelLinear(
-            hidden_size,
-            {"z": mixed["x"], **mixed, "dt": heads},
-            bias,
-            unit={"z": head_dim, **units, "dt": 1},
-            shared=("B", "C"),
-            initial=initial,
-            state=state,
-        )
+        alike: dict[str, Any] = {"initial": initial, "state": state}
+        widths, inner = {"z": mixed["x"], **mixed, "dt": heads}, {"z": head_dim, **units, "dt": 1}
+        shared = ("B", "C")
+        self.inner = ColumnParallelLinear(hidden_size, widths, bias, unit=inner, shared=shared, **alike)
         self.conv = CausalConvolution(
-            mixed,
-            kernel_size,
-            act=act,
-            bias=conv_bias,
-            unit=units,
-            shared=("B", "C"),
-            initial=initial,
-            state=state,
+            mixed, kernel_size, act=act, bias=conv_bias, unit=units, shared=shared, **alike
         )
         ones = Constant(1.0)
         for name, start in (("A_log", LogUniform(1.0, 16.0)), ("dt_bias", ones), ("D", ones)):
             self.declare(name, (heads,), Cut(0), initial=start)
         self.norm = HeadsRMSNorm(heads, head_dim, eps, groups=groups, state=state)
-        self.out = RowParallelLinear(
-            mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state
-        )
+        self.out = RowParallelLinear(mixed["x"], hidden_size, bias, unit=head_dim, **alike)
 
     @property
     def one_graph(self) -> bool:
