@@ -45,14 +45,11 @@ class GradientSums:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
         if state.tensor.size > 1:
-            partial = [
-                parameter for _, parameter, declaration in self._all if "tensor" in declaration.partial
-            ]
+            partial = [weight for _, weight, stated in self._all if "tensor" in stated.partial]
             _sum_together(partial, state.tensor.group, reduce)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
-            _sum_together(
-                [parameter for _, parameter, stated in self._all if stated.ends], state.ends.group, reduce
-            )
+            tied = [weight for _, weight, stated in self._all if stated.ends]
+            _sum_together(tied, state.ends.group, reduce)
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -60,10 +57,8 @@ class GradientSums:
         ``unused`` tells from a parameter's name whether a step may leave it without a gradient; such
         parameters are not counted.
         """
-        trained = [
-            parameter for name, parameter, _ in self._all if parameter.requires_grad and not unused(name)
-        ]
-        return len(trained), sum(parameter.grad is None for parameter in trained)
+        trained = [weight for name, weight, _ in self._all if weight.requires_grad and not unused(name)]
+        return len(trained), sum(weight.grad is None for weight in trained)
 
 
 def finalize_gradients(

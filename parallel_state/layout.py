@@ -75,9 +75,8 @@ class Layout:
             refuse_layout("expert", f"a divisor of {axes} = {self.expert_pool}", self.expert, todo)
         stages = self.virtual_stages
         if stages > 1 and self.pipeline == 1:
-            refuse_layout(
-                "virtual_stages", "1 with pipeline=1", stages, nearest("virtual_stages", [1], stages)
-            )
+            todo = nearest("virtual_stages", [1], stages)
+            refuse_layout("virtual_stages", "1 with pipeline=1", stages, todo)
         if self.v_shape and stages != 2:
             expected = "2, one on the way down and one on the way up"
             refuse_layout("virtual_stages", expected, stages, nearest("virtual_stages", [2], stages))

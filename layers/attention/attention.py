@@ -68,10 +68,8 @@ class AttentionLayer(nn.Module):
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
         scores = self.scores
         with own_random(self.state, split=scores.dropout > 0):
-            heads_BHSE = causal_attention(
-                q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend
-            )
-        return merge_heads(heads_BHSE)
+            y_BHSE = causal_attention(q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend)
+        return merge_heads(y_BHSE)
 
     def prepare(self, like: Tensor, length: int, scope: AttentionScope) -> None:
         """Make what this layer needs of the scope, for rows of ``length`` tokens, as many as ``like`` has."""

@@ -83,11 +83,8 @@ class ContextScope:
                     mask = key_places >= self.first[:, None, rows, None]
                     mask = mask.tril() if causal else mask
                 seed = (settings.seed + 4 * source + 2 * query + key) % 2**63
-                yield (
-                    rows,
-                    key_rows,
-                    replace(settings, causal=causal, mask=mask, seed=seed, bias=bias),
-                )
+                options = replace(settings, causal=causal, mask=mask, seed=seed, bias=bias)
+                yield rows, key_rows, options
 
     def _positions(self, rows: slice, query: int, key: int, chunk: int) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries ``rows``, (B or 1, chunk), and of the keys, (B or 1, 1 or

@@ -50,10 +50,9 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
 
         return wait
 
-    places: list[tuple[Any, str]] = [
-        (dist.Work, "wait"),
-        *([] if compiled else [(collectives, "wait_tensor")]),
-    ]
+    places: list[tuple[Any, str]] = [(dist.Work, "wait")]
+    if not compiled:
+        places.append((collectives, "wait_tensor"))
     before = [getattr(owner, name) for owner, name in places]
     try:
         for (owner, name), call in zip(places, before, strict=True):
