@@ -104,7 +104,7 @@ def logits_gradient(
     uniform = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
     # The label's own entry, rounded once; it is read before the logits are overwritten.
     hit = weight * (1 - terms.smoothing) + (0.0 if uniform is None else uniform)
-    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
+    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap, None)
 
     out = x_NV if in_place else torch.empty_like(x_NV)
     logits = None if in_place else x_NV[:, :columns]
@@ -147,32 +147,46 @@ def _row_sums(x: Tensor, top: Tensor, total: Tensor, spread: Tensor | None, cap:
     top.copy_(y.amax(-1))
     if spread is not None:
         spread.copy_(y.sum(-1))
-    total.copy_(y.sub_(top.unsqueeze(-1)).exp_().sum(-1))
+    total.copy_(_less(y, top, x, cap).exp_().sum(-1))
 
 
 def _write_gradient(
     out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None
 ) -> None:
     """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
-    out.copy_(_gradient(out if x is None else x, top, factor, uniform, cap))
+    into = None if torch.compiler.is_compiling() else out
+    gradient = _gradient(out if x is None else x, top, factor, uniform, cap, into)
+    if gradient is not into:
+        out.copy_(gradient)
 
 
-def _gradient(x: Tensor, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None) -> Tensor:
-    """Return ``factor * exp(logit - top) - uniform`` of each logit, times the slope of its bound."""
+def _gradient(
+    x: Tensor, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None, into: Tensor | None
+) -> Tensor:
+    """Return ``factor * exp(logit - top) - uniform`` of each logit, times the slope of its bound; if logits
+    of this dtype are computed with as they are, in the memory ``into``.
+    """
     y, share = _bounded(x, cap)
-    gradient = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    gradient = _less(y, top, x, cap, into).exp_().mul_(factor.unsqueeze(-1))
     if uniform is not None:
         gradient -= uniform.unsqueeze(-1)
     return gradient if share is None else gradient.mul_(1 - share**2)
 
 
 def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return a copy of the logits in at least fp32, bounded by ``cap``, and their share of the bound."""
-    y = x.to(_inner(x), copy=True)
+    """Return the logits in at least fp32, bounded by ``cap``, and their share of the bound."""
+    y = x.to(_inner(x))
     if cap is None:
         return y, None
-    share = y.div_(cap).tanh_()
+    share = (y / cap).tanh_()
     return share * cap, share
+
+
+def _less(y: Tensor, top: Tensor, x: Tensor, cap: float | None, into: Tensor | None = None) -> Tensor:
+    """Return ``y - top``, in the memory of ``y`` unless ``_bounded`` gave the logits ``x`` themselves."""
+    if cap is None and y.dtype == x.dtype:
+        return torch.sub(y, top.unsqueeze(-1), out=into)
+    return y.sub_(top.unsqueeze(-1))
 
 
 def _inner(x: Tensor) -> torch.dtype:

@@ -3,7 +3,6 @@
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +60,12 @@ class GatedDeltaNet(DeclaredModule):
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}
         alike: dict[str, Any] = {"initial": initial, "state": state}
-        linear = partial(ColumnParallelLinear, hidden_size, bias=False, entered=True, **alike)
-        heads = Cut(0, unit=value_heads // key_heads)
-        self.qkvz = linear(widths | {"z": widths["v"]}, unit=units | {"z": units["v"]})
-        self.ba = linear({"b": value_heads, "a": value_heads}, unit=heads.unit)
+        entered, heads = alike | {"bias": False, "entered": True}, Cut(0, unit=value_heads // key_heads)
+        self.qkvz = ColumnParallelLinear(
+            hidden_size, widths | {"z": widths["v"]}, unit=units | {"z": units["v"]}, **entered
+        )
+        ba = {"b": value_heads, "a": value_heads}
+        self.ba = ColumnParallelLinear(hidden_size, ba, unit=heads.unit, **entered)
         self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, **alike)
         for name, start in (("A_log", LogUniform(0.01, 16.0)), ("dt_bias", Constant(1.0))):
             self.declare(name, (value_heads,), heads, initial=start)
