@@ -1,13 +1,14 @@
 """Refuse ranks that one machine cannot hold, before any of them is started."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 
 from ..system import counted
 from ..system.errors import BadInput
 from ..system.machine import memory_available
 from .declaration import Declaration
-from .layout import Coordinates, Layout
+from .layout import Layout
 
 
 def check_host_memory(
@@ -25,9 +26,11 @@ def check_host_memory(
     if available is None or whole * layout.world * itemsize * (4 if trained else 1) <= available:
         return  # even if each rank had all of it
     first_stage = [at for at in map(layout.coordinates, range(layout.world)) if at.pipeline == 0]
-    need = itemsize * sum(
-        _numbers(declaration, layout, at, trained) for declaration in declared for at in first_stage
-    )
+    need = 0
+    for declaration, at in product(declared, first_stage):
+        shard = declaration.shard_box(layout, at).size
+        need += itemsize * (shard if layout.zero == 3 else declaration.box(layout, at).size)
+        need += itemsize * 3 * shard if trained and not declaration.buffer else 0  # a gradient, two moments
     if need > available:
         raise BadInput(
             "this machine",
@@ -38,10 +41,3 @@ def check_host_memory(
             todo="Train on GPUs (device) or a smaller model"
             + (", or share these over layout.data with layout.zero = 3" if layout.zero < 3 else ""),
         )
-
-
-def _numbers(declaration: Declaration, layout: Layout, at: Coordinates, trained: bool) -> int:
-    """Return how many numbers a rank holds of a parameter, its gradient and its moments."""
-    box, shard = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
-    weights = shard if layout.zero == 3 else box
-    return weights + 3 * shard if trained and not declaration.buffer else weights

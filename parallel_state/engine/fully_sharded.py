@@ -50,17 +50,14 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
     """
     for group in _groups(modules):
-        yield from _whole(group)
+        yield from _parameters(group, shards=False)
 
 
-def _whole(group: Any) -> Iterator[nn.Parameter]:
+def _parameters(group: Any, *, shards: bool = True) -> Iterator[nn.Parameter]:
+    if shards:
+        yield from (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
     wholes = (getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params)
-    return (whole for whole in wholes if whole is not None)
-
-
-def _parameters(group: Any) -> Iterator[nn.Parameter]:
-    yield from (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-    yield from _whole(group)
+    yield from (whole for whole in wholes if whole is not None)
 
 
 def gather_weights(modules: Iterable[FSDPModule]) -> None:
