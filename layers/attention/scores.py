@@ -8,8 +8,6 @@ B batch  H query heads here  S or Q queries  T keys  E head dim
 Sources: Press et al. 2022 (ALiBi); Xiao et al. 2023 and GPT-OSS's model card (2025), section 2.2 (sinks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import floor, log2
@@ -21,24 +19,6 @@ from torch import Tensor, nn
 from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState
 from ..host_numbers import HostNumbers
 from .backends import Score
-
-
-class Scores(NamedTuple):
-    """State what becomes of an attention's scores; ``causal_attention`` explains each. ``sinks``: (H,)."""
-
-    scale: float | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
-    alibi: Alibi | None = None
-    dropout: float = 0.0
-
-    @property
-    def kind(self) -> Score:
-        """Return the name of a further change of the scores (``AttentionCall.score``)."""
-        if self.alibi is not None:
-            return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
-        return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
-
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]
@@ -78,7 +58,7 @@ class Alibi:
         steepness = torch.tensor(self.slopes, dtype=torch.float32, device="cpu") * self.factor
         object.__setattr__(self, "_steepness", HostNumbers(steepness.tolist()))
 
-    def of_heads(self, start: int, stop: int) -> Alibi:
+    def of_heads(self, start: int, stop: int) -> "Alibi":
         """Return the biases of the heads from ``start`` up to ``stop``."""
         return Alibi(self.slopes[start:stop], self.factor, self.rounded)
 
@@ -105,6 +85,23 @@ class Alibi:
         if self.rounded:
             return (slopes.bfloat16() * positions.unsqueeze(1)).to(dtype) * self.factor
         return slopes * positions.unsqueeze(1) * self.factor
+
+
+class Scores(NamedTuple):
+    """State what becomes of an attention's scores; ``causal_attention`` explains each. ``sinks``: (H,)."""
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Alibi | None = None
+    dropout: float = 0.0
+
+    @property
+    def kind(self) -> Score:
+        """Return the name of a further change of the scores (``AttentionCall.score``)."""
+        if self.alibi is not None:
+            return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
+        return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
 
 
 class Sinks(DeclaredModule):

@@ -3,11 +3,9 @@
 B batch  S sequence  D hidden  E experts  K experts a token  G groups of experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import nan, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +80,7 @@ class TopKRouter(DeclaredModule):
         if biased:
             self.declare("logit_bias", (num_experts,), partial=partial, initial=initial)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the router to another device or dtype; the bias stays in fp32 without rounding."""
         before = None if self.bias is None else self.bias.detach()
         super()._apply(fn, recurse)
