@@ -144,10 +144,10 @@ def _in_blocks(function: Callable[..., None], terms: LossTerms, *tensors: Tensor
 
 def _row_sums(x: Tensor, top: Tensor, total: Tensor, spread: Tensor | None, cap: float | None) -> None:
     y, _ = _bounded(x, cap)
-    top.copy_(y.amax(-1))
+    torch.amax(y, -1, out=top)
     if spread is not None:
-        spread.copy_(y.sum(-1))
-    total.copy_(_less(y, top, x, cap).exp_().sum(-1))
+        torch.sum(y, -1, out=spread)
+    torch.sum(_less(y, top, x, cap).exp_(), -1, out=total)
 
 
 def _write_gradient(
