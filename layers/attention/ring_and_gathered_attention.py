@@ -131,11 +131,7 @@ class _ContextAttention(torch.autograd.Function):
         for source, keys, values in _arriving(k, v, scope.state):
             for mine, key_rows, options in scope.blocks(source, chunk, settings, alibi):
                 part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
-                so_far, sums_so_far = out[:, :, mine], sums[:, :, mine]
-                both = torch.logaddexp(sums_so_far, log_sums)  # the weights follow from the log-sums
-                so_far.mul_((sums_so_far - both).exp().unsqueeze(-1))
-                so_far.add_(part * (log_sums - both).exp().unsqueeze(-1))
-                sums_so_far.copy_(both)
+                _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         if sinks is not None:  # after the last block, so that they count once
             out, sums = add_sinks(out, sums, sinks)
         out = out.to(q.dtype)
@@ -222,3 +218,10 @@ class _Returning:
             return engine.reduce_scatter(self._every.flatten(), 0, self.state.context.group)
         assert self._own is not None and self._coming is not None
         return self._own + engine.ring_exchange_wait(self._coming, self._own)
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:
+    """Merge one more block into the output so far, weighted by the log-sums, in place."""
+    both = torch.logaddexp(sums, log_sums)
+    out.mul_((sums - both).exp().unsqueeze(-1)).add_(part * (log_sums - both).exp().unsqueeze(-1))
+    sums.copy_(both)
