@@ -30,7 +30,7 @@ def merge_lora(
     check_weights_there(base, "a Hugging Face folder or a checkpoint")
     check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
     from ..checkpoints import plan_merge
-    from ..parallel_state import check_workers
+    from ..system import check_workers
     from .shared.model_card import model_card
 
     check_workers(workers, "merge-lora")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput
-from ..parallel_state.user_errors import asked
+from ..system.user_errors import asked
 from .batches import SampleOrder
 from .mixture import Interleave
 

@@ -1,101 +1,73 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device.
 
 Offers linear layers, embeddings, norms, attention, experts, dropout and losses. Given a ``ParallelState``,
-each holds only the part of one rank. Also offers activation checkpointing, LoRA and compilation for blocks of
-layers.
+each holds only one rank's part. Also offers activation checkpointing, LoRA and compilation for blocks.
 """
 
-from .activation_checkpointing import Checkpointing as Checkpointing
-from .activation_checkpointing import checkpoint_blocks as checkpoint_blocks
-from .activation_checkpointing import checkpointed as checkpointed
-from .activation_checkpointing import keep_aside as keep_aside
-from .activation_checkpointing import recomputes_operators as recomputes_operators
-from .attention.attention import Attention as Attention
-from .attention.attention import AttentionLayer as AttentionLayer
-from .attention.attention import SharedHeads as SharedHeads
-from .attention.attention import attention_backends as attention_backends
-from .attention.attention import attention_calls as attention_calls
-from .attention.attention import attention_kinds as attention_kinds
-from .attention.attention import set_attention_backend as set_attention_backend
-from .attention.backends import AttentionCall as AttentionCall
-from .attention.backends import PinnedBackend as PinnedBackend
-from .attention.causal import causal_attention as causal_attention
-from .attention.causal import merge_heads as merge_heads
-from .attention.causal import split_heads as split_heads
-from .attention.inputs import AttentionInputs as AttentionInputs
-from .attention.key_value_cache import KeyValueCache as KeyValueCache
-from .attention.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
-from .attention.mask import AttentionScope as AttentionScope
-from .attention.scores import Alibi as Alibi
-from .attention.scores import alibi_slopes as alibi_slopes
-from .attention.visible import documents as documents
-from .chunked_loss import automatic_chunk as automatic_chunk
-from .chunked_loss import chunked_cross_entropy as chunked_cross_entropy
-from .collectives import copy_to_tensor as copy_to_tensor
-from .collectives import enter_tensor as enter_tensor
-from .collectives import gather_from_tensor as gather_from_tensor
-from .collectives import gather_sequence as gather_sequence
-from .collectives import leave_tensor as leave_tensor
-from .collectives import reduce_from_tensor as reduce_from_tensor
-from .collectives import scatter_sequence as scatter_sequence
-from .collectives import split_to_tensor as split_to_tensor
-from .compile import compile_blocks as compile_blocks
-from .context_chunks import cut_sequence as cut_sequence
-from .context_chunks import default_positions as default_positions
-from .context_chunks import sum_over_context as sum_over_context
-from .context_chunks import token_places as token_places
-from .dropout import Dropout as Dropout
-from .dropout import own_random as own_random
-from .embedding import PositionEmbedding as PositionEmbedding
-from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from .embedding import VocabParallelHead as VocabParallelHead
-from .embedding import gather_logits as gather_logits
-from .embedding import padded_vocabulary as padded_vocabulary
-from .experts.dispatch import Dispatch as Dispatch
-from .experts.experts import ClampedExperts as ClampedExperts
-from .experts.experts import Experts as Experts
-from .experts.experts import attach_expert_lora as attach_expert_lora
-from .experts.experts import stacks_of_experts as stacks_of_experts
-from .experts.grouped_matmul import grouped_mm as grouped_mm
-from .experts.load_balancing import Balance as Balance
-from .experts.load_balancing import Balancing as Balancing
-from .experts.load_balancing import routers as routers
-from .experts.load_balancing import set_auxiliary_losses as set_auxiliary_losses
-from .experts.load_balancing import set_auxiliary_scale as set_auxiliary_scale
-from .experts.load_balancing import uncounted as uncounted
-from .experts.moe import GatedShared as GatedShared
-from .experts.moe import MoE as MoE
-from .experts.router import TopKRouter as TopKRouter
-from .float8 import Scaling as Scaling
-from .float8 import use_float8 as use_float8
-from .lora import attach_lora as attach_lora
-from .lora import linears as linears
-from .lora import lora_scale as lora_scale
-from .loss import IGNORE as IGNORE
-from .loss import bounded as bounded
-from .loss import valid_tokens as valid_tokens
-from .loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from .mlp import ACTIVATIONS as ACTIVATIONS
-from .mlp import MLP as MLP
-from .mlp import GatedMLP as GatedMLP
-from .mlp import activation as activation
-from .norm import HeadsLayerNorm as HeadsLayerNorm
-from .norm import HeadsRMSNorm as HeadsRMSNorm
-from .norm import LayerNorm as LayerNorm
-from .norm import RMSNorm as RMSNorm
-from .parallel_linear import ColumnParallelLinear as ColumnParallelLinear
-from .parallel_linear import ParallelLinear as ParallelLinear
-from .parallel_linear import ReplicatedLinear as ReplicatedLinear
-from .parallel_linear import RowParallelLinear as RowParallelLinear
-from .recurrent.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-from .recurrent.mamba2 import Mamba2 as Mamba2
-from .rope import Rope as Rope
-from .rope import RotaryEmbedding as RotaryEmbedding
-from .rope import inverse_frequencies as inverse_frequencies
-from .rope import yarn_scale as yarn_scale
-from .stage import Stage as Stage
-from .stage import all_stages as all_stages
-from .stage import find_blocks as find_blocks
-from .stage import numbered_blocks as numbered_blocks
-from .stage import split_blocks as split_blocks
-from .stage import stage_parts as stage_parts
+from .activation_checkpointing import (
+    Checkpointing,
+    checkpoint_blocks,
+    checkpointed,
+    keep_aside,
+    recomputes_operators,
+)
+from .attention.attention import (
+    Attention,
+    AttentionLayer,
+    SharedHeads,
+    attention_calls,
+    attention_kinds,
+    set_attention_backend,
+)
+from .attention.backends import AttentionCall, PinnedBackend
+from .attention.causal import causal_attention, merge_heads, split_heads
+from .attention.inputs import AttentionInputs
+from .attention.kernel_checks import checked_backend
+from .attention.key_value_cache import KeyValueCache
+from .attention.latent import MultiHeadLatentAttention
+from .attention.mask import AttentionScope
+from .attention.scores import Alibi, alibi_slopes
+from .chunked_loss import automatic_chunk, chunked_cross_entropy
+from .collectives import (
+    copy_to_tensor,
+    enter_tensor,
+    gather_from_tensor,
+    gather_sequence,
+    leave_tensor,
+    reduce_from_tensor,
+    scatter_sequence,
+    split_to_tensor,
+)
+from .compile import compile_blocks
+from .context_chunks import cut_sequence, default_positions, sum_over_context, token_places
+from .dropout import Dropout, own_random
+from .embedding import (
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    gather_logits,
+    padded_vocabulary,
+)
+from .experts.dispatch import Dispatch
+from .experts.experts import ClampedExperts, Experts, attach_expert_lora, stacks_of_experts
+from .experts.grouped_matmul import grouped_mm
+from .experts.load_balancing import (
+    Balance,
+    Balancing,
+    routers,
+    set_auxiliary_losses,
+    set_auxiliary_scale,
+    uncounted,
+)
+from .experts.moe import GatedShared, MoE
+from .experts.router import TopKRouter
+from .float8 import Scaling, use_float8
+from .lora import attach_lora, linears, lora_scale
+from .loss import IGNORE, bounded, valid_tokens, vocab_parallel_cross_entropy
+from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
+from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
+from .parallel_linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
+from .recurrent.gated_delta_net import GatedDeltaNet
+from .recurrent.mamba2 import Mamba2
+from .rope import Rope, RotaryEmbedding, inverse_frequencies, yarn_scale
+from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts

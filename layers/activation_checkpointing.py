@@ -47,9 +47,7 @@ _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tenso
 
 
 def checkpointed(number: int, mode: Checkpointing, interval: int = 1) -> bool:
-    """Tell whether the block with this global number is recomputed; the answer is the same in every
-    layout.
-    """
+    """Tell whether the block with this global number is recomputed, alike in every layout."""
     return mode in ("selective", "full") or (mode == "every" and number % interval == 0)
 
 
@@ -75,27 +73,28 @@ def checkpoint_blocks(
         raise BadInput("memory", "checkpoint_every", expected="at least 1", found=interval)
     for number, block in blocks:
         if checkpointed(number, mode, interval):
-            if mode == "selective":
-                _mark_recomputed(block)
-            block.forward = _forgetful(
-                block.forward, selective=mode == "selective", keep_attention=keep_attention
-            )
+            policy = partial(_policy, keep_attention=keep_attention) if mode == "selective" else None
+            for module in block.modules() if policy else ():
+                if getattr(module, "recomputed", False) and module not in _MARKED:
+                    module.register_forward_pre_hook(partial(_count, _RECOMPUTED, 1))
+                    module.register_forward_hook(partial(_count, _RECOMPUTED, -1))
+                    _MARKED.add(module)
+            block.forward = _forgetful(block.forward, policy)
 
 
-def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: bool) -> Callable[..., Any]:
-    """Return a forward with the same arguments that recomputes its activations in backward."""
+def _forgetful(
+    forward: Callable[..., Any], policy: Callable[..., CheckpointPolicy] | None
+) -> Callable[..., Any]:
+    """Return the forward that computes again in backward all but what the ``policy`` keeps."""
 
     def again(x: Tensor, *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **named)
-        if not selective:
-            return checkpoint(forward, x, *args, use_reentrant=False, **named)
-        policy = partial(_policy, keep_attention=keep_attention)
-        contexts = partial(_contexts, policy, x.device)
-        return checkpoint(forward, x, *args, use_reentrant=False, context_fn=contexts, **named)
+        if policy is not None:
+            named["context_fn"] = partial(_contexts, policy, x.device)
+        return checkpoint(forward, x, *args, use_reentrant=False, **named)
 
-    if selective:
-        vars(again)["recomputes_operators"] = True
+    vars(again)["recomputes_operators"] = policy is not None
     return again
 
 
@@ -133,52 +132,32 @@ def keep_aside(module: nn.Module) -> None:
     in the forward, and again in the recomputation if the weights are gone by then. torch finds what it kept
     by counting operators, so the recomputation must not have more of them.
     """
-    module.register_forward_pre_hook(_aside, prepend=True)
-    module.register_forward_pre_hook(_back)
-    module.register_forward_hook(_aside, prepend=True)
-    module.register_forward_hook(_back)
-
-
-def _mark_recomputed(block: nn.Module) -> None:
-    """Let the modules of a block that say so have their products computed again."""
-    for module in block.modules():
-        if getattr(module, "recomputed", False) and module not in _MARKED:
-            module.register_forward_pre_hook(_recompute_more)
-            module.register_forward_hook(_recompute_less)
-            _MARKED.add(module)
-
-
-def _recompute_more(*args: Any) -> None:
-    _RECOMPUTED.set(_RECOMPUTED.get() + 1)
-
-
-def _recompute_less(*args: Any) -> None:
-    _RECOMPUTED.set(_RECOMPUTED.get() - 1)
+    module.register_forward_pre_hook(partial(_count, _ASIDE, 1), prepend=True)
+    module.register_forward_pre_hook(partial(_count, _ASIDE, -1))
+    module.register_forward_hook(partial(_count, _ASIDE, 1), prepend=True)
+    module.register_forward_hook(partial(_count, _ASIDE, -1))
 
 
 @contextmanager
 def products_recomputed() -> Iterator[None]:
     """Let selective checkpointing compute the products in this context again."""
-    _recompute_more()
+    _count(_RECOMPUTED, 1)
     try:
         yield
     finally:
-        _recompute_less()
+        _count(_RECOMPUTED, -1)
 
 
-#: True while excluded hooks run; a block's recomputation runs in the same thread as they do.
-_ASIDE = ContextVar("aside", default=False)
+#: More than 0 while excluded hooks run; a block's recomputation runs in the same thread as they do.
+_ASIDE = ContextVar("aside", default=0)
 #: How many modules are computing, one in another, whose products are not kept.
 _RECOMPUTED = ContextVar("recomputed", default=0)
+#: Modules whose products are computed again, which have hooks that say so.
 _MARKED: WeakSet[nn.Module] = WeakSet()
 
 
-def _aside(*args: Any) -> None:
-    _ASIDE.set(True)
-
-
-def _back(*args: Any) -> None:
-    _ASIDE.set(False)
+def _count(of: ContextVar[int], step: int, *args: Any) -> None:
+    of.set(of.get() + step)
 
 
 class _Counted(TorchDispatchMode):

@@ -114,8 +114,7 @@ def chunked_cross_entropy(
     compiled: bool = False,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)`` times
-    ``scale``: a scalar.
+    """Return the sum of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)`` times ``scale``.
 
     ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
     this rank's rows; ``bias``: (padded / tensor,). ``labels``: (B, S), shifted. ``chunk``: number of tokens
@@ -156,8 +155,7 @@ def automatic_chunk(
     trained: bool = True,
     state: ParallelState | None = None,
 ) -> int:
-    """Return the number of tokens whose logits ``chunked_cross_entropy`` should make at once; 0: the plain
-    loss.
+    """Return how many tokens' logits ``chunked_cross_entropy`` should make at once; 0: the plain loss.
 
     The plain loss is taken if all logits need at most ``LOGITS`` bytes. Otherwise a chunk's logits may
     take a third of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes: each

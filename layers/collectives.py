@@ -15,8 +15,7 @@ scatter_sequence    reduce-scatter      all-gather          reduce_scatter_to_se
 
 A "whole" activation is equal on every rank, and so is its gradient. A "split" activation is cut into one
 piece for each rank. A "partial" activation is a term on each rank, and the value is their sum. On one tensor
-rank each pair is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et
-al. 2022 (section 4).
+rank each pair is the identity. Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.
 """
 
 from collections.abc import Callable
@@ -79,9 +78,7 @@ def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Ten
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Gather an activation that is split along the sequence; ranks may use it differently, so gradients
-    are summed.
-    """
+    """Gather an activation along its sequence; ranks may use it differently: gradients are summed."""
     if state.tensor.size == 1:
         return x
     check_sequence(x, dim)
@@ -120,24 +117,17 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
 def check_sequence(x: Tensor, dim: int) -> None:
     """Refuse an input without a sequence dim: another dim would be cut in its place."""
     if x.ndim <= dim + 1:
-        raise BadInput(
-            "sequence parallelism",
-            "input",
-            expected="(batch, sequence, features)",
-            found=f"shape {tuple(x.shape)}",
-            todo="Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True",
-        )
+        expected, shape = "(batch, sequence, features)", f"shape {tuple(x.shape)}"
+        todo = "Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True"
+        raise BadInput("sequence parallelism", "input", expected=expected, found=shape, todo=todo)
 
 
 def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
     if x.shape[dim] % state.tensor.size:
-        raise BadInput(
-            "input",
-            f"dim {dim} of shape {tuple(x.shape)}",
-            expected=f"a length that tensor={state.tensor.size} divides",
-            found=x.shape[dim],
-            todo="Change the sequence length or the tensor axis",
-        )
+        place = f"dim {dim} of shape {tuple(x.shape)}"
+        expected = f"a length that tensor={state.tensor.size} divides"
+        todo = "Change the sequence length or the tensor axis"
+        raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
 
 
 def _gather_and_scatter(dim: int, state: ParallelState) -> tuple[_Change, _Change]:

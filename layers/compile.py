@@ -1,6 +1,4 @@
-"""Compile a model's blocks with ``torch.compile``, in as few graphs as possible, each without a graph
-break.
-"""
+"""Compile a model's blocks with ``torch.compile``: few graphs, each without a graph break."""
 
 import os
 import warnings
@@ -42,8 +40,7 @@ def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
     """Yield ``module`` if it can be one graph, else the largest modules in it that can.
 
     A layer that cannot be in a graph says so (``one_graph``), and what it computes itself is not compiled:
-    routers, experts, delta nets, mixing over context ranks, and dropout for which tensor ranks draw masks of
-    their own.
+    routers, experts, delta nets, mixing over context ranks, dropout with tensor ranks' own masks.
     """
     if isinstance(module, nn.Identity):
         return

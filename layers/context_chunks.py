@@ -21,11 +21,9 @@ def own_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Return this context rank's chunks of a whole ``dim``, one after the other; on one context rank, ``x``
-    itself.
+    """Return this context rank's chunks of a whole ``dim`` in a row; on one context rank, ``x`` itself.
 
-    Use it for ids, labels and positions, not for activations. Raises ``BadInput`` if the chunks are not
-    equal.
+    Use it for ids, labels and positions, not activations. Raises ``BadInput`` for unequal chunks.
     """
     size = state.context.size
     if size == 1:
@@ -53,8 +51,7 @@ def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
-    """Return positions 0 to S-1 of the whole sequence for token ids (B, S) or, if ``embedded``, hidden
-    states.
+    """Return positions 0 to S-1 of the whole sequence for ids (B, S) or, ``embedded``, hidden states.
 
     With sequence parallelism hidden states are this rank's piece (B, S / tensor, D). With several context
     ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).

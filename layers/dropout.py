@@ -18,9 +18,7 @@ from ..parallel_state.engine import accelerator
 
 
 class Dropout(nn.Module):
-    """Apply ``nn.Dropout`` between blocks, to whole activations or, with sequence parallelism, to this
-    rank's tokens.
-    """
+    """Apply ``nn.Dropout`` between blocks: to whole activations, or to this rank's tokens (sequence)."""
 
     def __init__(self, p: float, *, state: ParallelState | None = None) -> None:
         super().__init__()

@@ -7,21 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    Normal,
-    ParallelState,
-    alone_or,
-    declarations,
-    declare_parameter,
-    engine,
-    local,
-    padded_rows,
-)
+from ..parallel_state import DeclaredModule, ParallelState, alone_or, declare_parameter, engine, local
+from ..parallel_state.declaration import Cut, Declaration, declarations, padded_rows
+from ..parallel_state.initial_weights import Constant, Initial, Normal
 from .collectives import gather_from_tensor, leave_tensor
 from .column_products import column_products
 
@@ -30,9 +18,7 @@ VOCABULARY_MULTIPLE = 128
 
 
 def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of rows that ``tensor`` ranks together hold in memory for a vocabulary of this
-    size.
-    """
+    """Return the rows that ``tensor`` ranks together hold in memory for a vocabulary of this size."""
     return padded_rows(vocab_size, VOCABULARY_MULTIPLE, tensor)
 
 
@@ -52,8 +38,7 @@ class _Vocabulary(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state = alone_or(state)
+        super().__init__(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         # Without a state it is not padded: the layer is plain and loads plain weights.
         multiple = None if state is None else VOCABULARY_MULTIPLE
@@ -72,8 +57,7 @@ class VocabParallelEmbedding(_Vocabulary):
 
     Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) with sequence parallelism.
     ``project`` uses the same weight as output layer (tied embeddings). ``ends``: both ends of a pipeline hold
-    the weight. Raises ``IndexError`` for an id outside the vocabulary on a CPU. Source: Shoeybi et al. 2019,
-    section 3.
+    the weight. Raises ``IndexError`` on a CPU for an id outside it. Source: Shoeybi et al. 2019, section 3.
     """
 
     start = Normal(1.0)
@@ -92,9 +76,7 @@ class VocabParallelEmbedding(_Vocabulary):
         return leave_tensor(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the logits (B, S, padded / tensor) of hidden states, computed with the embedding's
-        weight.
-        """
+        """Return the logits (B, S, padded / tensor) of hidden states, by the embedding's weight."""
         return column_products(x, [(local(self.weight), None)], self.state)[0]
 
 
@@ -146,14 +128,10 @@ class PositionEmbedding(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state = alone_or(state)
+        super().__init__(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        partial = ("tensor",) if self.state.sequence else ()
-        declaration = Declaration(
-            (num_embeddings, embedding_dim), partial=partial, initial=initial or Normal(0.02)
-        )
-        declare_parameter(self, "weight", declaration, self.state)
+        partial, initial = ("tensor",) if self.state.sequence else (), initial or Normal(0.02)
+        self.declare("weight", (num_embeddings, embedding_dim), partial=partial, initial=initial)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states with their position embeddings added."""
@@ -167,9 +145,7 @@ class PositionEmbedding(DeclaredModule):
 
 
 def gather_logits(logits: Tensor, vocab_size: int, *, state: ParallelState | None = None) -> Tensor:
-    """Return whole logits (..., vocab_size) from each rank's columns; use it to look at logits, not for
-    the loss.
-    """
+    """Return whole logits (..., vocab_size) from each rank's columns: to look at, not for the loss."""
     return gather_from_tensor(logits, alone_or(state))[..., :vocab_size]
 
 
@@ -177,8 +153,7 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
     """Raise ``IndexError`` for a token id (or a label other than ``but``) outside the vocabulary.
 
     ``nn.Embedding`` raises the same. For ids on another device the device checks, and stops with an assertion
-    of its own, so that the host does not wait. Nothing is checked under ``torch.compile``, where a check
-    would break the graph.
+    of its own: the host does not wait. ``torch.compile`` checks nothing: it would break the graph.
     """
     if torch.compiler.is_compiling() or ids.device.type == "meta" or not ids.numel():
         return

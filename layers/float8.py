@@ -58,9 +58,7 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
 
 @dataclass(frozen=True)
 class Float8:
-    """Compute the products of a parallel linear in float8. ``cut``: the dim in which ranks cut its
-    weights.
-    """
+    """Compute a parallel linear's products in float8. ``cut``: the dim in which ranks cut its weights."""
 
     scaling: Scaling
     cut: Literal["rows", "columns"]
@@ -80,8 +78,7 @@ class Float8:
         return outputs
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
-        """Return the largest magnitudes of each matrix: (1, 1) of the whole, or rowwise along a dim of size
-        1.
+        """Return each matrix's largest magnitudes: (1, 1) of the whole, or rowwise along a dim of size 1.
 
         ``matrices``: each matrix with the dim that rowwise scaling reduces. ``cut``: whether several ranks
         hold pieces of a tensor or row with one scale; one all-reduce for all matrices then finds the maximum.

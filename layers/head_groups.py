@@ -24,8 +24,7 @@ class HeadGroups:
         self.counts = [sum(head // each == group for head in here) for group in self.held]
 
     def spread(self, x: Tensor) -> Tensor:
-        """Repeat each group's entry for the heads of the group: (B, groups here, ...) to (B, heads here,
-        ...).
+        """Repeat each group's entry for its heads: (B, groups here, ...) to (B, heads here, ...).
 
         If this rank has one group, ``x`` is returned as it is, (B, 1, ...).
         """

@@ -1,7 +1,6 @@
 """Copy the host's numbers to a device without waiting, and remember them: nobody has to fetch them back."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,14 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..parallel_state.engine import accelerator, fake_mode
 
-
-class _Copy(NamedTuple):
-    """Hold the host's numbers of a tensor, and its version then: numbers that changed since are not these."""
-
-    numbers: Tensor
-    version: int
-
-
+#: The host's numbers of a tensor, and the tensor's version then: numbers that changed since are not these.
 _COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -44,7 +36,7 @@ def change_alike(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _remember(there: Tensor, numbers: Tensor) -> Tensor:
     if not there.is_inference():  # such a tensor does not say when it changes
-        _COPIES[there] = _Copy(numbers, there._version)
+        _COPIES[there] = numbers, there._version
     return there
 
 
@@ -56,10 +48,11 @@ def on_host(x: Tensor) -> Tensor | None:
         return None
     if accelerator.is_host(x.device):
         return x
-    copy: _Copy | None = _COPIES.get(x if x._base is None else x._base)
-    if copy is None or copy.version != x._version:
+    numbers, version = _COPIES.get(x if x._base is None else x._base, (None, None))
+    if numbers is None or version != x._version:
         return None
-    return copy.numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+    here: Tensor = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+    return here
 
 
 class HostNumbers:

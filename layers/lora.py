@@ -14,8 +14,7 @@ replicated          whole, as W         whole, as W         between the blocks
 
 Key and value heads that W shares among ranks are shared by B alike. For stacked experts (``gate``, ``up``,
 ``down``) A is (E, r, in) and B (E, out, r), and both lie on the expert axis as the stack does; PEFT's form of
-this is ``target_parameters``. Source: Hu et al. 2021; rsLoRA's scale ``alpha / sqrt(r)`` is Kalajdzievski's,
-2023.
+this is ``target_parameters``. Sources: Hu et al. 2021; Kalajdzievski 2023 (rsLoRA's ``alpha / sqrt(r)``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    BadInput,
-    Constant,
-    Declaration,
-    Initial,
-    Uniform,
-    declarations,
-    declare_parameter,
-)
+from ..parallel_state import BadInput, Declaration, declarations, declare_parameter
+from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .activation_checkpointing import products_recomputed
 from .dropout import own_random
 from .parallel_linear import OutputPart, ParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -66,15 +58,13 @@ def attach_lora(
     rslora: bool = False,
     outputs: Sequence[str] | None = None,
 ) -> None:
-    """Add one LoRA adapter of rank ``r`` to a linear layer, in place; it adds zero until ``lora_B`` is
-    trained.
+    """Add one LoRA adapter of rank ``r`` to a linear layer, in place; untrained it adds zero.
 
     ``outputs``: names of a column-parallel linear's products that share one A (default: all of them); each
     has a B of its own. Call it once for each group. A is ``<output>.lora_A``, or ``lora_A`` of the layer if
     it serves several outputs. A starts as PEFT's does (Kaiming-uniform with a = sqrt 5), B starts at zero.
     ``dropout`` is applied to the adapter's input; tensor ranks that share the input share the mask. The
-    caller freezes the base. Raises ``BadInput`` for a rank below 1, an unknown output, or a second adapter at
-    one place.
+    caller freezes the base. Raises ``BadInput`` for a rank below 1, an unknown output, or a second adapter.
     """
     scale = lora_scale(r, alpha, rslora=rslora)
     names = [*layer.parts]
@@ -124,8 +114,7 @@ class LowRank:
     """Compute the products of one A with the B of each output that it serves.
 
     ``a`` holds the parameter ``a_name``; ``b``: for each output the part and the name of its B. ``product``
-    multiplies by a factor: ``F.linear``, or ``grouped_mm`` for stacks. ``dropout`` draws its masks within
-    ``random``.
+    multiplies by a factor: ``F.linear``, or ``grouped_mm`` for stacks. Masks are drawn within ``random``.
     """
 
     a: OutputPart

@@ -6,10 +6,10 @@ in the cache: nothing else of the logits' size exists. Compiled, each reading is
 N tokens  V columns of this rank
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,10 +104,11 @@ def logits_gradient(
     uniform = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
     # The label's own entry, rounded once; it is read before the logits are overwritten.
     hit = weight * (1 - terms.smoothing) + (0.0 if uniform is None else uniform)
-    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
+    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap, None)
 
     out = x_NV if in_place else torch.empty_like(x_NV)
-    _write(out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, uniform, terms)
+    logits = None if in_place else x_NV[:, :columns]
+    _in_blocks(_write_gradient, terms, out[:, :columns], logits, rows.top, factor, uniform)
     out[:, columns:] = 0.0
     if columns:
         corrected = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
@@ -119,46 +120,40 @@ def logits_gradient(
 
 
 def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each row the largest logit, the sum of ``exp(logit - top)``, and the sum of the logits if
-    smoothing needs it.
-    """
-    settings = (terms.logit_cap, terms.smoothing > 0)
-    if not x.shape[-1]:  # a rank that holds nothing but padding
-        zeros = x.new_zeros(len(x), dtype=_inner(x))
-        return torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros
-    if terms.compiled and not torch.compiler.is_compiling():
-        return cast(tuple[Tensor, Tensor, Tensor], _compiled(_row_sums)(x, *settings))
+    """Return each row's largest logit, sum of ``exp(logit - top)``, and, to smooth, sum of the logits."""
     top, total, spread = (x.new_zeros(len(x), dtype=_inner(x)) for _ in range(3))
-    for rows in rounds(_blocks(x)):
-        _row_sums(x[rows], *settings, (top[rows], total[rows], spread[rows]))
+    if not x.shape[-1]:  # a rank that holds nothing but padding
+        return torch.full_like(top, torch.finfo(top.dtype).min), total, spread
+    _in_blocks(_row_sums, terms, x, top, total, spread if terms.smoothing else None)
     return top, total, spread
 
 
-def _write(
-    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, terms: LossTerms
-) -> None:
-    """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
+def _in_blocks(function: Callable[..., None], terms: LossTerms, *tensors: Tensor | None) -> None:
+    """Call a function of the rows of some tensors for a block of rows at a time, or compiled for all."""
     if terms.compiled and not torch.compiler.is_compiling():
-        _compiled(_write_rows)(out, x, top, factor, uniform, terms.logit_cap)
+        _compiled(function)(*tensors, terms.logit_cap)
         return
-    for rows in rounds(_blocks(out)):
-        x_here, uniform_here = (None if tensor is None else tensor[rows] for tensor in (x, uniform))
-        _write_rows(out[rows], x_here, top[rows], factor[rows], uniform_here, terms.logit_cap)
+    x = tensors[0]
+    assert x is not None
+    numbers = BLOCK_ON_CPU if accelerator.is_host(x.device) else _BLOCK
+    count = max(numbers // max(x.shape[-1], 1), 1)
+    for start in rounds(range(0, max(len(x), 1), count)):
+        rows = (None if tensor is None else tensor[start : start + count] for tensor in tensors)
+        function(*rows, terms.logit_cap)
 
 
-def _row_sums(
-    x: Tensor, cap: float | None, spread: bool, into: Sequence[Tensor | None] = (None,) * 3
-) -> tuple[Tensor, Tensor, Tensor]:
+def _row_sums(x: Tensor, top: Tensor, total: Tensor, spread: Tensor | None, cap: float | None) -> None:
     y, _ = _bounded(x, cap)
-    top = torch.amax(y, -1, out=into[0])
-    logits = torch.sum(y, -1, out=into[2]) if spread else torch.zeros_like(top)
-    shifted = y - top.unsqueeze(-1) if _is_logits(y, x, cap) else y.sub_(top.unsqueeze(-1))
-    return top, torch.sum(shifted.exp_(), -1, out=into[1]), logits
+    torch.amax(y, -1, out=top)
+    if spread is not None:
+        torch.sum(y, -1, out=spread)
+    torch.sum(_less(y, top, x, cap).exp_(), -1, out=total)
 
 
-def _write_rows(
+def _write_gradient(
     out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None
 ) -> None:
+    """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
     into = None if torch.compiler.is_compiling() else out
     gradient = _gradient(out if x is None else x, top, factor, uniform, cap, into)
     if gradient is not into:
@@ -166,29 +161,20 @@ def _write_rows(
 
 
 def _gradient(
-    x: Tensor,
-    top: Tensor,
-    factor: Tensor,
-    uniform: Tensor | None,
-    cap: float | None,
-    into: Tensor | None = None,
+    x: Tensor, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None, into: Tensor | None
 ) -> Tensor:
-    """Return ``factor * exp(logit - top) - every`` of each logit, times the slope of its bound.
-
-    The result is ``into``, which may be ``x``, if logits of this dtype are computed with as they are.
+    """Return ``factor * exp(logit - top) - uniform`` of each logit, times the slope of its bound; if logits
+    of this dtype are computed with as they are, in the memory ``into``.
     """
     y, share = _bounded(x, cap)
-    if _is_logits(y, x, cap):
-        gradient = torch.sub(y, top.unsqueeze(-1), out=into).exp_().mul_(factor.unsqueeze(-1))
-    else:
-        gradient = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    gradient = _less(y, top, x, cap, into).exp_().mul_(factor.unsqueeze(-1))
     if uniform is not None:
         gradient -= uniform.unsqueeze(-1)
     return gradient if share is None else gradient.mul_(1 - share**2)
 
 
 def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the logits in at least fp32, within the bound if there is one, and their share of it."""
+    """Return the logits in at least fp32, bounded by ``cap``, and their share of the bound."""
     y = x.to(_inner(x))
     if cap is None:
         return y, None
@@ -196,21 +182,16 @@ def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
     return share * cap, share
 
 
-def _is_logits(y: Tensor, x: Tensor, cap: float | None) -> bool:
-    """Tell whether ``_bounded`` gave the logits ``x`` themselves, which must stay as they are."""
-    return cap is None and y.dtype == x.dtype
+def _less(y: Tensor, top: Tensor, x: Tensor, cap: float | None, into: Tensor | None = None) -> Tensor:
+    """Return ``y - top``, in the memory of ``y`` unless ``_bounded`` gave the logits ``x`` themselves."""
+    if cap is None and y.dtype == x.dtype:
+        return torch.sub(y, top.unsqueeze(-1), out=into)
+    return y.sub_(top.unsqueeze(-1))
 
 
 def _inner(x: Tensor) -> torch.dtype:
     """Return "fp32 inside", so that fp64 stays fp64."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    """Cut the rows into blocks of so many numbers as are computed at once."""
-    numbers = BLOCK_ON_CPU if accelerator.is_host(x.device) else _BLOCK
-    count = max(numbers // max(x.shape[-1], 1), 1)
-    return [slice(start, start + count) for start in range(0, max(len(x), 1), count)]
 
 
 @lru_cache(maxsize=16)
@@ -255,8 +236,7 @@ def vocab_parallel_cross_entropy(
     overwrite: bool = False,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Return the loss of each token, (B, S), in at least fp32; it is zero where the label is
-    ``ignore_index``.
+    """Return each token's loss, (B, S), in at least fp32; it is zero where the label is ``ignore_index``.
 
     ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted.
     ``label_smoothing``: as in ``F.cross_entropy``, spread over the true ``vocab_size``. ``z_loss``: factor of

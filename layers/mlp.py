@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,12 +51,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.act, self.entered = activation(act), entered
         outputs = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up = ColumnParallelLinear(
-            hidden_size, outputs, bias, entered=entered, initial=initial, state=state
-        )
-        self.down = RowParallelLinear(
-            intermediate_size, hidden_size, bias, entered=entered, initial=initial, state=state
-        )
+        alike: dict[str, Any] = {"bias": bias, "entered": entered, "initial": initial, "state": state}
+        self.gate_up = ColumnParallelLinear(hidden_size, outputs, **alike)
+        self.down = RowParallelLinear(intermediate_size, hidden_size, **alike)
         self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -7,20 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    Constant,
-    Declaration,
-    DeclaredModule,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-    local,
-    shared_units,
-)
+from ..parallel_state import Constant, DeclaredModule, ParallelState, local, shared_units
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .head_groups import HeadGroups
 from .host_numbers import HostNumbers
-from .parallel_linear import cut_units, refuse_state
+from .parallel_linear import cut_units, declare_part, refuse_state
 
 
 class _Norm(DeclaredModule):
@@ -31,13 +22,15 @@ class _Norm(DeclaredModule):
     def __init__(
         self, dim: int, eps: float, state: ParallelState | None, *, heads: bool, **starts: float | None
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         refuse_state(eps, type(self).__name__, "eps")
-        self.dim, self.eps, self.state = dim, eps, alone_or(state)
+        self.dim, self.eps = dim, eps
         partial = ("tensor",) if self.state.sequence or heads else ()
         for name, start in starts.items():
-            stated = None if start is None else Declaration((dim,), partial=partial, initial=Constant(start))
-            declare_parameter(self, name, stated, self.state)
+            if start is None:
+                self.register_parameter(name, None)
+            else:
+                self.declare(name, (dim,), partial=partial, initial=Constant(start))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -114,11 +107,11 @@ class _HeadsNorm(DeclaredModule):
     def __init__(
         self, heads: int, head_dim: int, eps: float = 1e-5, *, state: ParallelState | None = None
     ) -> None:
-        super().__init__()
-        self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
+        super().__init__(state)
+        self.heads, self.head_dim, self.eps = heads, head_dim, eps
         shape = (heads * head_dim,) if self.flat else (heads, head_dim)
-        stated, self.rows = cut_units(shape, shape[0] // heads, True, self.state)
-        declare_parameter(self, "weight", replace(stated, initial=Constant(1.0)), self.state)
+        stated, rows = cut_units(shape, shape[0] // heads, True, self.state)
+        self.part = declare_part(self, "", replace(stated, initial=Constant(1.0)), None, rows, self.state)
         size, index = self.state.tensor.size, self.state.tensor.index
         everywhere = [head for rank in range(size) for head in shared_units(heads, size, rank)]
         #: On how many ranks each head here is.
@@ -126,9 +119,7 @@ class _HeadsNorm(DeclaredModule):
 
     def weight_here(self) -> Tensor:
         """Return the weights of this rank's heads, (H, 1, E)."""
-        weight = local(self.weight)
-        here: Tensor = weight if self.rows is None else weight[self.rows]
-        return here.view(-1, 1, self.head_dim)
+        return self.part.weight().view(-1, 1, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"{self.heads} x {self.head_dim}, eps={self.eps}"
@@ -161,22 +152,20 @@ class HeadsRMSNorm(_HeadsNorm):
         inner = torch.promote_types(x_BHSE.dtype, torch.float32)
         x = x_BHSE.to(inner)
         squares_BHS1 = x.square().sum(-1, keepdim=True)
-        if self.rows is not None:  # a head on two ranks counts half on each
+        if self.part.rows is not None:  # a head on two ranks counts half on each
             squares_BHS1 = squares_BHS1 / self.copies.on(x.device, inner).view(-1, 1, 1)
         sums_BGS1 = self.groups.sums(squares_BHS1)
-        if self.groups.shared:
-            sums_BGS1 = self._over_ranks(sums_BGS1)
+        if self.groups.shared:  # groups that have no heads here add nothing to the sum over the ranks
+            own, groups = self.groups.held, self.groups.groups
+            if groups > 1:
+                sums_BGS1 = F.pad(sums_BGS1, (0, 0, 0, 0, own.start, groups - own.stop))
+            sums_BGS1 = copy_to_tensor(reduce_from_tensor(sums_BGS1, self.state), self.state)
+            if groups > 1:
+                sums_BGS1 = sums_BGS1[:, own.start : own.stop]
         width = self.heads // self.groups.groups * self.head_dim
         scale_BGS1 = (sums_BGS1 / width + self.eps).rsqrt()
         y_BHSE: Tensor = x * self.groups.spread(scale_BGS1) * self.weight_here()
         return y_BHSE.to(x_BHSE.dtype)
-
-    def _over_ranks(self, sums_BGS1: Tensor) -> Tensor:
-        """Sum over the tensor ranks; the groups that have no heads here add nothing."""
-        own, groups = self.groups.held, self.groups.groups
-        whole = F.pad(sums_BGS1, (0, 0, 0, 0, own.start, groups - own.stop)) if groups > 1 else sums_BGS1
-        whole = copy_to_tensor(reduce_from_tensor(whole, self.state), self.state)
-        return whole[:, own.start : own.stop] if groups > 1 else whole
 
 
 class HeadsLayerNorm(_HeadsNorm):

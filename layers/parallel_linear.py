@@ -19,20 +19,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import (
-    BadInput,
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declare_parameter,
-    local,
-    shared_units,
-)
+from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, local, shared_units
+from ..parallel_state.declaration import Cut, Declaration
+from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .collectives import enter_tensor, leave_tensor
 from .column_products import Products, WeightsAndBiases, column_products, products
 
@@ -45,8 +34,7 @@ Adapter = Callable[[Tensor], Mapping[int, Tensor]]
 class OutputPart:
     """Hold the parameters of one of a layer's products.
 
-    ``holder``: the module that has them; ``rows``: which rows of its weight this rank computes with, ``None``
-    for all that it holds.
+    ``holder``: the module that has them; ``rows``: those of its weight that this rank uses, ``None``: all.
     """
 
     holder: nn.Module
@@ -103,8 +91,7 @@ class ParallelLinear(DeclaredModule):
     With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``.
     With a mapping, ``{"q": 64, "k": 16}``, they are ``q.weight``, ``k.weight`` and so on, and a tuple is
     returned in the order of the mapping. With ``entered`` the layer lies between an ``enter_tensor`` and a
-    ``leave_tensor`` of others, and has no collective of its own. Raises ``BadInput`` for a cut that is not
-    even.
+    ``leave_tensor`` of others, and has no collective. Raises ``BadInput`` for a cut that is not even.
     """
 
     #: The dim of W that the tensor ranks cut, ``None`` if each holds W whole.
@@ -126,9 +113,9 @@ class ParallelLinear(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         refuse_state(bias, type(self).__name__, "bias")
-        self.state, self.in_features, self.out_features = alone_or(state), in_features, out_features
+        self.in_features, self.out_features = in_features, out_features
         self.entered = entered
         self.adapters: list[Adapter] = []
         self.float8: Products | None = None
@@ -246,9 +233,7 @@ class ReplicatedLinear(ParallelLinear):
 
 
 def refuse_state(value: object, layer: str, key: str) -> None:
-    """Refuse a state that is given by position: the layer would take it for another argument and cut
-    nothing.
-    """
+    """Refuse a state given by position, which would be taken for another argument, and cut nothing."""
     if isinstance(value, ParallelState):
         todo = "The state is a keyword: state=..."
         raise BadInput(layer, key, expected="no state", found="a ParallelState", todo=todo)

@@ -2,8 +2,7 @@
 angles of each type of scaling that config files know.
 
 Sources: Su et al. 2021; Chen et al. 2023 (linear); Peng et al. 2023 (yarn; dynamic in its section 3.3); Ding
-et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportional). The formulas are those of
-transformers.
+et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportional), whose formulas these are.
 """
 
 from collections.abc import Mapping
@@ -74,8 +73,7 @@ class RotaryEmbedding(nn.Module):
 
     @without_autocast
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rope:
-        """Return the rope of ``positions``, (S,) or (B, S); angles are at least fp32, the rope has the
-        given dtype.
+        """Return the rope of ``positions``, (S,) or (B, S), in this dtype; angles are at least fp32.
 
         ``lengths``: number of tokens of each position's document, of the same shape; the default: each row
         of ``positions`` is one document.

@@ -15,12 +15,10 @@ from ..system import counted
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """List the ``blocks`` of a pipeline stage; the first stage also embeds, the last one also makes the
-    logits.
+    """List the ``blocks`` of a pipeline stage; the first one also embeds, the last one makes the logits.
 
     A ``Stage`` also describes all blocks of one rank. If a rank holds several stages of the model, they are
-    the ``parts`` of its ``Stage``, in the model's order; between two parts the activations go through other
-    ranks.
+    the ``parts`` of its ``Stage``, in the model's order; between two of them other ranks compute.
     """
 
     blocks: tuple[int, ...]
@@ -38,9 +36,7 @@ class Stage:
     def of(
         num_layers: int, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> Stage:
-        """Return the stage of this pipeline rank; ``split`` gives the number of blocks of each stage by
-        hand.
-        """
+        """Return the stage of this pipeline rank; ``split``: the number of blocks of each stage, by hand."""
         state = alone_or(state)
         stages = tuple(split_blocks(num_layers, state.layout.stages, split))
         return _of_rank(stages, state.layout.stages_of(state.at.pipeline))
@@ -98,8 +94,7 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """List a model's blocks: the members of its ``ModuleList``, ``ModuleDict`` and ``Sequential`` modules.
 
-    Only members with parameters count, and only lists that are inside no other list. Without such a list the
-    result is empty.
+    Only members with parameters count, and lists inside no other list. Without one there are none.
     """
     blocks = []
     for child in model.children():

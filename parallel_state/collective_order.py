@@ -51,8 +51,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
     Raises ``PeerFailed`` on every rank of the group before the call runs, with both calls and the lines of
     code that made them. If a rank does not come within ``timeout``, the error names what it did last. With
     ``interval`` above 1 a call that differs may have run already; if it raises, or waits until its own
-    timeout, the calls since the last comparison are compared. Collectives of other threads (a background
-    save) are not seen.
+    timeout, the calls since the last comparison are compared. Those of other threads are not seen.
     """
 
     def __init__(self, state: ParallelState, *, interval: int = 1, timeout: timedelta = TIMEOUT) -> None:
@@ -75,7 +74,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
         if isinstance(error, Exception) and not isinstance(error, PeerFailed):
             for group, log in self._logs.items():
                 if log.calls:
-                    self._compare(group, log, f"{group}/left", _AFTERWARDS, failing=True)
+                    self._compare(log, f"{group}/left", _AFTERWARDS, failing=True)
 
     def _note(self, name: str, args: Any) -> None:
         group = engine.group_of_call(args)
@@ -90,16 +89,14 @@ class CollectiveOrder(engine.TorchDispatchMode):
         self._store.set(f"{self._prefix}/last/{self._rank}", message)
         if log.count % self._interval == 0:
             meeting = log.count // self._interval
-            self._compare(group.group_name, log, f"{group.group_name}/{meeting}", self._timeout)
+            self._compare(log, f"{group.group_name}/{meeting}", self._timeout)
             log.calls.clear()
             if self._rank == log.ranks[0] and meeting > 1:  # which all have left, or they would not be here
                 with suppress(RuntimeError):  # a store that cannot delete only grows
                     for rank in log.ranks:
                         self._store.delete_key(self._key(f"{group.group_name}/{meeting - 1}", rank))
 
-    def _compare(
-        self, group: str, log: _Log, meeting: str, timeout: timedelta, *, failing: bool = False
-    ) -> None:
+    def _compare(self, log: _Log, meeting: str, timeout: timedelta, *, failing: bool = False) -> None:
         """Raise ``PeerFailed`` if another rank's calls since the last meeting differ from this rank's."""
         self._store.set(self._key(meeting, self._rank), json.dumps(log.calls))
         others = [rank for rank in log.ranks if rank != self._rank]

@@ -1,6 +1,4 @@
-"""Define the declaration of how a parameter is cut: loading, saving, gradient sums and norms follow from
-it.
-"""
+"""Define how a parameter is cut: loading, saving, gradient sums and norms follow from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,30 +62,21 @@ class Declaration:
     def check(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
         if self.experts and self.shape[0] % layout.expert:
-            raise BadInput(
-                name,
-                "experts",
-                expected=f"a number that expert={layout.expert} divides",
-                found=self.shape[0],
-                todo=nearest_divisors("expert", gcd(self.shape[0], layout.expert_pool), layout.expert),
-            )
+            expected = f"a number that expert={layout.expert} divides"
+            todo = nearest_divisors("expert", gcd(self.shape[0], layout.expert_pool), layout.expert)
+            raise BadInput(name, "experts", expected=expected, found=self.shape[0], todo=todo)
         if self.cut is None:
             return
         size, dim = getattr(layout, self.cut.axis), self.held_shape(layout)[self.cut.dim]
         if dim % (size * self.cut.unit):
             units = dim // self.cut.unit
-            raise BadInput(
-                name,
-                f"{units} units of {self.cut.unit} on dim {self.cut.dim}",
-                expected=f"a number that {self.cut.axis}={size} divides",
-                found=units,
-                todo=nearest_divisors(self.cut.axis, units, size),
-            )
+            key = f"{units} units of {self.cut.unit} on dim {self.cut.dim}"
+            todo = nearest_divisors(self.cut.axis, units, size)
+            expected = f"a number that {self.cut.axis}={size} divides"
+            raise BadInput(name, key, expected=expected, found=units, todo=todo)
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank at these coordinates holds, padding included, before the data axes shard
-        it.
-        """
+        """Return what the rank at these coordinates holds, with padding, before the data axes shard it."""
         shape = self.held_shape(layout)
         whole = Box.whole(shape)
         if self.experts:
@@ -101,8 +90,7 @@ class Declaration:
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP
-        does.
+        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes.
 
         The cut is that of ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or
         empty. At ``zero=0`` nothing is cut, and the context ranks hold the same.
@@ -116,9 +104,7 @@ class Declaration:
         return box.narrow(dim, min(index * piece, rows), min((index + 1) * piece, rows))
 
     def shard_dim(self, layout: Layout) -> int:
-        """Return the dim that FSDP cuts: the first, or the second for stacked experts that are fewer than
-        the ranks.
-        """
+        """Return the dim that FSDP cuts: the first, or the second of stacked experts fewer than ranks."""
         if not self.experts:
             return 0
         ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
@@ -135,8 +121,7 @@ class Declaration:
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
     def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
-        """Tell whether this rank is the owner among the ranks that hold the same box: the one that counts and
-        writes it.
+        """Tell whether, of the ranks that hold the same box, this one is its owner: it counts and writes it.
 
         ``sharded=False``: before the data axes shard it.
         """

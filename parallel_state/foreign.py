@@ -1,7 +1,7 @@
 """Refuse torch's own wrappers (DDP, FSDP) where gradients that they average would be taken for sums."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -30,29 +30,23 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
     """
     if state.layout.world > 1:
         refuse_foreign(model, where, over=state if averaged else None)
+    for name, cut_for in _cut_otherwise(model, state):
+        expected = "the ParallelState that the model was cut with"
+        todo = f"Pass it: {where}(..., state=state)"
+        actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
+        raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
+
+
+def _cut_otherwise(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, str]]:
+    """Yield the modules and parameters that are cut for another layout, and which."""
     for name, module in model.named_modules():
-        module_state = getattr(module, "state", None)
-        module_state = getattr(module_state, "around", None) or module_state
-        if (
-            isinstance(module_state, ParallelState)
-            and module_state.layout.world > 1
-            and module_state.layout != state.layout
-        ):
-            _refuse_state(where, name, str(module_state.layout), state)
-    if state.layout.world == 1:
-        for name, parameter in model.named_parameters():
-            if is_dtensor(parameter) and parameter.device_mesh.size() > 1:
-                _refuse_state(where, name, f"{counted(parameter.device_mesh.size(), 'rank')}", state)
-
-
-def _refuse_state(where: str, name: str, cut_for: str, state: ParallelState) -> None:
-    raise BadInput(
-        where,
-        "state",
-        expected="the ParallelState that the model was cut with",
-        found=f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}",
-        todo=f"Pass it: {where}(..., state=state)",
-    )
+        own = getattr(module, "state", None)
+        own = getattr(own, "around", None) or own
+        if isinstance(own, ParallelState) and own.layout.world > 1 and own.layout != state.layout:
+            yield name, str(own.layout)
+    for name, parameter in model.named_parameters() if state.layout.world == 1 else ():
+        if is_dtensor(parameter) and parameter.device_mesh.size() > 1:
+            yield name, counted(parameter.device_mesh.size(), "rank")
 
 
 def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None = None) -> None:

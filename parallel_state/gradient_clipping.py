@@ -79,12 +79,10 @@ class GradientClipping:
 
 
 def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Tensor:
-    """Return the 2-norm over the gradients of the whole model, with every element counted once; equal on all
-    ranks.
+    """Return the 2-norm of the whole model's gradients, every element once; equal on all ranks.
 
     The result is a scalar tensor in at least fp32. Copies of a gradient count zero times, but a value in them
-    that is not finite makes the norm NaN, so that all ranks know of an overflow anywhere. Collective over all
-    ranks.
+    that is not finite makes the norm NaN: all ranks know of an overflow anywhere. Collective over all.
     """
     return GradientClipping(model, state, where="gradient_norm").norm()
 
@@ -95,8 +93,7 @@ def clip_gradients(
     """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
     ``max_norm=0`` does not clip. ``loss_scale``: the factor of the loss; gradients and norm are divided by
-    it. If the norm is not finite, the gradients stay as they are, so that the cause can be found. Collective
-    over all ranks.
+    it. If the norm is not finite, gradients stay, so that the cause can be found. Collective over all ranks.
     """
     return GradientClipping(model, state, where="clip_gradients").clip(max_norm, loss_scale=loss_scale)
 

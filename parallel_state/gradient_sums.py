@@ -45,14 +45,11 @@ class GradientSums:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
         if state.tensor.size > 1:
-            partial = [
-                parameter for _, parameter, declaration in self._all if "tensor" in declaration.partial
-            ]
+            partial = [weight for _, weight, stated in self._all if "tensor" in stated.partial]
             _sum_together(partial, state.tensor.group, reduce)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
-            _sum_together(
-                [parameter for _, parameter, stated in self._all if stated.ends], state.ends.group, reduce
-            )
+            tied = [weight for _, weight, stated in self._all if stated.ends]
+            _sum_together(tied, state.ends.group, reduce)
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -60,10 +57,8 @@ class GradientSums:
         ``unused`` tells from a parameter's name whether a step may leave it without a gradient; such
         parameters are not counted.
         """
-        trained = [
-            parameter for name, parameter, _ in self._all if parameter.requires_grad and not unused(name)
-        ]
-        return len(trained), sum(parameter.grad is None for parameter in trained)
+        trained = [weight for name, weight, _ in self._all if weight.requires_grad and not unused(name)]
+        return len(trained), sum(weight.grad is None for weight in trained)
 
 
 def finalize_gradients(
@@ -134,9 +129,7 @@ def _sum_together(
 
 
 class NotTrained(PeerFailed):
-    """Report that a trained parameter has no gradient after backward, or that all gradients are zero. Exit
-    code 3.
-    """
+    """Report that a trained parameter has no gradient, or that all are zero. Exit code 3."""
 
 
 def has_gradients(model: nn.Module) -> bool:
@@ -161,8 +154,14 @@ def refuse_untrained(
     counts, may have zero gradients.
     """
     trained, missing = counts
+    pattern = re.compile(unused or "(?!)")
+    mine = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not pattern.search(name)
+    }
     if missing:
-        names = [name for name, parameter in _trained(model, unused).items() if parameter.grad is None]
+        names = [name for name, parameter in mine.items() if parameter.grad is None]
         rank, name = _first(names, state)
         others = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
         raise NotTrained(
@@ -171,7 +170,6 @@ def refuse_untrained(
         )
     if not trained or loss == 0 or not math.isfinite(loss):
         return
-    mine = _trained(model, unused)
     largest = _largest(mine.values())
     if state is not None and state.layout.world > 1:
         largest = largest.to(next((parameter.device for parameter in model.parameters()), state.device))
@@ -185,23 +183,12 @@ def refuse_untrained(
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return a scalar that is 0 only if every gradient on this rank is 0; on a GPU it is the largest
-    element.
-    """
+    """Return a scalar, 0 only if all gradients here are 0; on a GPU it is the largest element."""
     grads = [local_data(parameter.grad) for parameter in parameters if parameter.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
     if all(accelerator.is_host(grad.device) for grad in grads):  # the first gradient says it, nearly always
         return torch.tensor(any(bool(grad.any()) for grad in grads), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double()
-
-
-def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:
-    pattern = None if unused is None else re.compile(unused)
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (pattern is None or not pattern.search(name))
-    }
 
 
 def _first(names: Sequence[str], state: ParallelState | None) -> tuple[int, str]:

@@ -66,8 +66,7 @@ def seed_of(*parts: object) -> int:
 def fill(local: Tensor, box: Box, shape: tuple[int, ...], initial: Initial, seed: int) -> None:
     """Fill ``local``, which holds ``box`` of a whole tensor of ``shape``, in place.
 
-    Numbers are drawn in fp32 on the CPU and cast, so they are the same on every device and, rounding aside,
-    dtype.
+    Numbers are drawn in fp32 on the CPU and cast: the same, but for rounding, on any device and dtype.
     """
     assert tuple(local.shape) == box.shape, (local.shape, box)
     assert not isinstance(initial, Own), "its module knows how, and is not here"

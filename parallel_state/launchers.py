@@ -20,9 +20,7 @@ _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """Name the variables of a launcher that are a process's rank, the number of ranks, and its place on its
-    host.
-    """
+    """Name a launcher's variables of a process: its rank, the number of ranks, its place on its host."""
 
     name: str
     rank: str
@@ -83,7 +81,14 @@ def launched() -> Launched | None:
     if launcher is _TORCHRUN and not any(name in os.environ for name in _STARTED_BY_TASKS):
         for other in launchers[1:]:  # each of its tasks is a rank, so it must say the same
             _check_same(other, rank, world)
-    return Launched(rank, world, local_rank(world - 1) or 0, _host(launcher), _port(launcher))
+    for name in _MEETING:
+        if name not in os.environ and launcher is not _SRUN:
+            raise BadInput(
+                "environment", name,
+                expected=f"where the ranks meet, which {launcher.name} does not say", found="nothing",
+                todo="Give both: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST runs rank 0",
+            )  # fmt: skip
+    return Launched(rank, world, local_rank(world - 1) or 0, _host(), _port())
 
 
 def local_rank(most: int | None = None) -> int | None:
@@ -123,24 +128,20 @@ def _check_same(other: _Launcher, rank: int, world: int) -> None:
             )  # fmt: skip
 
 
-def _host(launcher: _Launcher) -> str:
+def _host() -> str:
     """Return where the ranks meet: the variable, or srun's first node."""
     host = os.environ.get("MASTER_ADDR")
-    if host is None and launcher is _SRUN:
-        return first_host(os.environ["SLURM_STEP_NODELIST"])
     if host is None:
-        raise _no_meeting(launcher, "MASTER_ADDR")
+        return first_host(os.environ["SLURM_STEP_NODELIST"])
     if not host.strip():
         raise _bad("MASTER_ADDR", "the host of rank 0", repr(host))
     return host
 
 
-def _port(launcher: _Launcher) -> int:
+def _port() -> int:
     """Return the port: the variable, or one that follows from the job's and the step's numbers."""
     if "MASTER_PORT" in os.environ:
         return _number("MASTER_PORT", 1, _HIGHEST_PORT)
-    if launcher is not _SRUN:
-        raise _no_meeting(launcher, "MASTER_PORT")
     job, step, restart = (
         _number(name, 0, None) if name in os.environ else 0
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -165,14 +166,6 @@ def _number(name: str, least: int, most: int | None) -> int:
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
         raise _bad(name, f"a whole number {bounds}", repr(text)[:80] if text else "nothing")
     return number
-
-
-def _no_meeting(launcher: _Launcher, name: str) -> BadInput:
-    expected = f"where the ranks meet, which {launcher.name} does not say"
-    return BadInput(
-        "environment", name, expected=expected, found="nothing",
-        todo="Give both: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST runs rank 0",
-    )  # fmt: skip
 
 
 def _bad(name: str, expected: str, found: str) -> BadInput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from ..system import counted
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -23,14 +23,6 @@ class Coordinates:
     data_shard: int = 0
     context: int = 0
     tensor: int = 0
-
-
-#: The numbers of a layout with the smallest legal one, and its switches.
-_LEAST = {
-    **dict.fromkeys(("tensor", "context", "data_shard", "data_replicate", "pipeline", "expert"), 1),
-    **{"zero": 0, "virtual_stages": 1},
-}
-_SWITCHES = ("sequence", "ring", "v_shape")
 
 
 def refuse_layout(key: str, expected: str, actual: object, todo: str = "") -> NoReturn:
@@ -66,13 +58,12 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SWITCHES:
-            if not isinstance(value := getattr(self, name), bool):
-                refuse_layout(name, "true or false", repr(value))
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                refuse_layout(name, f"a whole number from {least} up", repr(value))
+        for field in fields(self):  # the least number is that of one rank, the default
+            number, least = getattr(self, field.name), cast(int, field.default)
+            switch = isinstance(least, bool)
+            if not isinstance(number, int) or isinstance(number, bool) != switch or number < least:
+                expected = "true or false" if switch else f"a whole number from {least} up"
+                refuse_layout(field.name, expected, repr(number))
         if self.zero > 3:
             refuse_layout("zero", "0, 1, 2 or 3", self.zero)
         if self.zero == 0 and self.data_shard > 1:
@@ -84,32 +75,18 @@ class Layout:
             refuse_layout("expert", f"a divisor of {axes} = {self.expert_pool}", self.expert, todo)
         stages = self.virtual_stages
         if stages > 1 and self.pipeline == 1:
-            refuse_layout(
-                "virtual_stages", "1 with pipeline=1", stages, nearest("virtual_stages", [1], stages)
-            )
+            todo = nearest("virtual_stages", [1], stages)
+            refuse_layout("virtual_stages", "1 with pipeline=1", stages, todo)
         if self.v_shape and stages != 2:
             expected = "2, one on the way down and one on the way up"
             refuse_layout("virtual_stages", expected, stages, nearest("virtual_stages", [2], stages))
 
     @classmethod
-    def of(
-        cls,
-        *,
-        tensor: int = 1,
-        pipeline: int = 1,
-        data: int = 1,
-        context: int = 1,
-        zero: int = 0,
-        data_replicate: int = 1,
-        expert: int = 1,
-        sequence: bool = False,
-        ring: bool = False,
-        virtual_stages: int = 1,
-        v_shape: bool = False,
-    ) -> Layout:
+    def of(cls, *, data: int = 1, zero: int = 0, data_replicate: int = 1, **others: Any) -> Layout:
         """Return a layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
-        ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP).
+        ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP). ``others``: the
+        other numbers of a layout, such as ``tensor``.
         """
         if zero == 0:
             shard, replicate = 1, data
@@ -121,19 +98,7 @@ class Layout:
                 todo = nearest_divisors("data_replicate", data, data_replicate)
                 refuse_layout("data_replicate", f"a divisor of {data}", data_replicate, todo)
             shard, replicate = data // data_replicate, data_replicate
-        return cls(
-            tensor=tensor,
-            context=context,
-            data_shard=shard,
-            data_replicate=replicate,
-            pipeline=pipeline,
-            expert=expert,
-            zero=zero,
-            sequence=sequence,
-            ring=ring,
-            virtual_stages=virtual_stages,
-            v_shape=v_shape,
-        )
+        return cls(data_shard=shard, data_replicate=replicate, zero=zero, **others)
 
     @property
     def world(self) -> int:
@@ -179,8 +144,7 @@ class Layout:
     def data_sizes(self, experts: bool = False) -> tuple[int, int, int]:
         """Return (replicas, ZeRO shards, expert shards) of a weight over the data and context ranks.
 
-        Expert shards are never whole on one rank; their number is 1 except in the second view, with
-        ``experts``.
+        Expert shards are never whole on one rank; there is 1 except in the second view (``experts``).
         """
         expert = self.expert if experts else 1
         rest = self.expert_pool // expert
@@ -214,13 +178,11 @@ class Layout:
             axes = {axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "data")}
             product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
             data, rest = divmod(world * self.data, self.world)
-            raise BadInput(
-                "layout",
-                expected=counted(self.world, "rank") + (f" = {product}" if product else ", the default"),
-                found=f"{world:,} started",
-                todo=("Change an axis" if rest else f"Say layout.data={data}")
-                + f", or start {counted(self.world, 'rank')} (torchrun --nproc-per-node {self.world})",
-            )
+            ranks = counted(self.world, "rank")
+            change = "Change an axis" if rest else f"Say layout.data={data}"
+            expected = ranks + (f" = {product}" if product else ", the default")
+            todo = f"{change}, or start {ranks} (torchrun --nproc-per-node {self.world})"
+            raise BadInput("layout", expected=expected, found=f"{world:,} started", todo=todo)
 
     def check_length(self, length: int, where: str, key: str) -> None:
         """Refuse a sequence length that cannot be cut into the layout's equal pieces."""
@@ -230,13 +192,8 @@ class Layout:
             return
         reasons = [f"2 x context={self.context}"] if self.context > 1 else []
         reasons += [f"tensor={self.tensor} under sequence parallelism"] if self.sequence else []
-        raise BadInput(
-            where,
-            key,
-            expected=f"a multiple of {' and '.join(reasons)}",
-            found=length,
-            todo=nearest_multiples(key, unit, length),
-        )
+        expected, todo = f"a multiple of {' and '.join(reasons)}", nearest_multiples(key, unit, length)
+        raise BadInput(where, key, expected=expected, found=length, todo=todo)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of ``rank``."""

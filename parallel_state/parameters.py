@@ -1,7 +1,7 @@
 """Declare parameters with how they are cut, a user's too, find their local part, and fill a whole model."""
 
 from collections.abc import Container, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,22 @@ from .state import ParallelState, alone_or
 
 
 class DeclaredModule(nn.Module):
-    """Give a module with declared parameters a ``reset_parameters``, as ``torch.nn``'s layers have it."""
+    """Hold parameters that are declared, and the state that they are cut for; fill them as torch does."""
+
+    def __init__(self, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.state = alone_or(state)
+
+    def declare(self, name: str, shape: tuple[int, ...], cut: Cut | None = None, **facts: Any) -> None:
+        """Declare and register a parameter of this module; ``facts``: further ones of a ``Declaration``."""
+        declare_parameter(self, name, Declaration(shape, cut, **facts), self.state)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Fill this rank's part of the declared parameters again; padding becomes zero.
 
         With a ``seed`` the values depend on it and on each parameter's name in this module; without one they
         depend on torch's global seed, which the ranks must set alike. The bits are the same in every layout.
-        Parameters on the meta device stay as they are. ``initialize`` fills a whole model, by the names of
-        all its parameters.
+        Those on the meta device stay as they are. ``initialize`` fills a whole model, by all names.
         """
         holders = [("", cast(nn.Module, self))]  # and those that only hold one of several products
         holders += [(f"{name}.", child) for name, child in self.named_children() if type(child) is nn.Module]
@@ -83,16 +90,12 @@ def declare_parameter(
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return the part of a parameter to compute with; its gradient flows back as this rank's own, not
-    summed.
-    """
+    """Return the part of a parameter to compute with; its gradient is this rank's own, not summed."""
     return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState) -> Box:
-    """Return the box of the whole tensor that this rank stores, whether or not the data axes shard it
-    already.
-    """
+    """Return the box of the whole tensor that this rank stores, sharded over the data axes or not yet."""
     box = declaration.box(state.layout, state.at)
     if tuple(local_data(parameter).shape) != box.shape:
         box = declaration.shard_box(state.layout, state.at)
@@ -181,8 +184,7 @@ def declare(
 def own_values(
     module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
 ) -> dict[str, Tensor]:
-    """Return the whole parameters of ``module`` as ``module.reset_parameters()`` fills them, on the CPU in
-    fp32.
+    """Return the whole parameters of ``module`` that its ``reset_parameters()`` makes, on the CPU in fp32.
 
     ``stated``: the declarations, by the names that the parameters have in the whole model; ``path`` is the
     module's name there. Raises ``BadInput`` if the module has no ``reset_parameters``, or if that function

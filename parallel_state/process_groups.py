@@ -91,9 +91,7 @@ def init_process_group(device: torch.device, timeout: timedelta, **meeting: Any)
 
 
 def start_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Start torch's default group from a launcher's variables; ``BadInput`` without them, and for a device
-    for which there is no backend.
-    """
+    """Start torch's default group from a launcher's variables; ``BadInput`` without them or a backend."""
     if device.type not in BACKENDS:
         raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
     here = launched()
@@ -133,9 +131,7 @@ def check_backends(device: torch.device) -> None:
 
 
 def identity(device: torch.device) -> str | None:
-    """Return what names the device in the world, if its backend in the running group takes one rank a device
-    (gloo takes several), else ``None``.
-    """
+    """Return the device's name in the world if its backend takes one rank a device, unlike gloo."""
     name = accelerator.identity(device)
     several = name is None or _backends()[device.type] == "gloo"
     return None if several else f"{name} of {socket.gethostname()}"
@@ -143,8 +139,7 @@ def identity(device: torch.device) -> str | None:
 
 def agree(mine: str | None) -> None:
     """Give all ranks rank 0's seed of torch's generator, unless they already have one seed, because they draw
-    parts of one tensor from it. ``mine``: this rank's device; raises ``BadInput``, on all ranks, if two ranks
-    have the same one.
+    parts of one tensor from it. ``mine``: this rank's device; if two ranks have it, all raise ``BadInput``.
     """
     facts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(facts, (torch.initial_seed(), mine))

@@ -111,8 +111,7 @@ class ParallelState:
         current one; "cuda" is the GPU of the rank's number on its host (LOCAL_RANK). ``timeout`` bounds every
         wait for a peer, ``files_timeout`` the waits in ``file_group``. Ranks whose torch seeds differ take
         rank 0's seed, because they draw parts of one tensor from it. Raises ``BadInput`` for another number
-        of ranks, a device that is not there, and two ranks on one GPU. Collective: every rank calls it with
-        the same layout.
+        of ranks, a missing device, and two ranks on one GPU. Collective: all ranks give the same layout.
         """
         device = own_device(device)
         if not dist.is_initialized():
@@ -200,9 +199,7 @@ class ParallelState:
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks on the CPU, for checkpoints only: a thread may use it while other
-        ranks compute.
-        """
+        """Return the group of all ranks on the CPU, for checkpoints: a thread may use it beside computing."""
         return self._files
 
     @cached_property
@@ -235,9 +232,7 @@ class ParallelState:
 
 
 def alone_or(state: object) -> ParallelState:
-    """Return the state that somebody was given, or one device for ``None``; ``BadInput`` for anything else,
-    such as a layout.
-    """
+    """Return this state, or one device for ``None``; ``BadInput`` for anything else, as a layout."""
     if state is None:
         return ParallelState.alone()
     if not isinstance(state, ParallelState):

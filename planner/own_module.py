@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..layers import Checkpointing
 from ..parallel_state import BadInput, ParallelState
-from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
 from ..pipeline.relay import StageOutput, Travels, sent_as
 from ..simulation.micro_batch import MicroBatch
@@ -21,6 +20,7 @@ from ..simulation.trace import Trace
 from ..simulation.traced import trace
 from ..simulation.waits import numbers_refused
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
+from ..system.user_errors import line_of_user
 from ..training.token_loss import TokenLoss
 from .rank_parameters import parts_of_module
 from .stage_costs import StageCost

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, Self, cast
 
-from ..parallel_state import check_local_ranks
+from ..system import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import LEAVE, READY, Call, Raised
 from .pickling import FunctionName, pack, unpack, unpack_exception

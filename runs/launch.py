@@ -27,12 +27,11 @@ from ..parallel_state import (
     ParallelState,
     PeerFailed,
     abandon_process_group,
-    check_local_ranks,
     init_process_group,
     launched,
     own_device,
 )
-from ..system import counted, usable_cores, visible
+from ..system import check_local_ranks, counted, usable_cores, visible
 from ..system.process_info import LAUNCHER
 from .guard import blame
 from .heartbeat import first_failure, make_folder, read_status

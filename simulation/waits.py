@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..parallel_state.user_errors import PACKAGE, package_of
+from ..system.user_errors import PACKAGE, package_of
 
 #: ``read``: a number or a tensor comes to the host. ``upload``: a tensor of the host's pageable memory goes
 #: to the device, which CUDA ends with a wait for the stream. ``inside``: an operator reads by itself.

@@ -4,7 +4,8 @@ Offers ``refusal_of``, which says in plain words what the system refused, ``boun
 memory and time, ``visible``, which makes text fit for a terminal, ``counted``, which writes a number of
 things, ``whole_number``, which reads a number that somebody else wrote, ``address_of``, ``usable_cores``,
 ``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in training, by
-``manual_gc``, and in tests. ``errors`` has the errors for users, one line each, ``BadInput`` among them.
+``manual_gc``, and in tests. ``check_local_ranks`` and ``check_workers`` refuse too many processes. ``errors``
+has the errors for users, one line each, ``BadInput`` among them.
 """
 
 from .addresses import address_of as address_of
@@ -16,6 +17,8 @@ from .garbage import search_less_often as search_less_often
 from .limits import OverLimit as OverLimit
 from .limits import bounded as bounded
 from .limits import check_enough as check_enough
+from .limits import check_local_ranks as check_local_ranks
+from .limits import check_workers as check_workers
 from .limits import most_at_once as most_at_once
 from .machine import usable_cores as usable_cores
 from .refusals import Refusal as Refusal

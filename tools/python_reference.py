@@ -37,12 +37,16 @@ def rooms() -> list[str]:
 
 
 def public_names(file: Path) -> list[str]:
-    """Return the names that a door lists in ``__all__``, or imports ``as`` what they are, in its order."""
-    for node in _tree(file).body:
+    """Return the names that a door lists in ``__all__``, or imports ``as`` what they are, in its order; of a
+    door that is nothing but imports all that it imports.
+    """
+    nodes = _tree(file).body
+    for node in nodes:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
-    imports = [node for node in _tree(file).body if isinstance(node, ast.ImportFrom)]
-    return [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
+    offers_all = all(isinstance(node, ast.ImportFrom | ast.Expr) for node in nodes)
+    aliases = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [alias.name for alias in aliases if alias.asname == alias.name or offers_all]
 
 
 def _file_of(module: list[str]) -> Path:

@@ -11,7 +11,7 @@ import torch
 
 from ..layers import (
     Balancing,
-    attention_backends,
+    checked_backend,
     checkpoint_blocks,
     compile_blocks,
     numbered_blocks,
@@ -152,8 +152,10 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
     if plan.split is not None:
         lines.append(f"stages: {plan.cut}")
     if plan.attention:
-        backends = attention_backends(plan.attention, recipe.attention_backend, state)
-        words = "; ".join(f"{kind}: {backend}" for kind, backend in backends.items())
+        words = "; ".join(
+            f"{kind}: {checked_backend(call, recipe.attention_backend, state.device, state)}"
+            for kind, call in plan.attention.items()
+        )
         lines.append(f"attention over {words}")
     if recipe.compile == "auto" and accelerator.has_compiled_losses(state.device):
         reason = recipe.not_compiled

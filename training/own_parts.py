@@ -15,13 +15,13 @@ from ..data.items import ItemBatches
 from ..layers import find_blocks, set_attention_backend
 from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
-from ..parallel_state.user_errors import asked
 from ..pipeline import Stages
 from ..recipes.recipe import Recipe
 from ..recipes.section import ParameterGroup
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
+from ..system.user_errors import asked
 from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
 from .own.code import OwnCode, call_own, check_keywords, own_code

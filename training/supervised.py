@@ -14,7 +14,7 @@ import torch
 from ..checkpoints.find import STRICT
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, dtype_named, launched
-from ..parallel_state.local_work import check_host_memory
+from ..parallel_state.host_memory import check_host_memory
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, check_workers, fault
+from ...parallel_state import BadInput, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
@@ -15,7 +15,7 @@ from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
-from ...system import counted, no_garbage_search
+from ...system import check_workers, counted, no_garbage_search
 from ..hugging_face.writer import for_transformers, open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back

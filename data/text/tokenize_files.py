@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...parallel_state import BadInput, PeerFailed, check_workers
+from ...parallel_state import BadInput, PeerFailed
 from ...storage.output_places import check_place
+from ...system import check_workers
 from ...system.machine import usable_cores
 from ..token_file import TokenFile
 from ..token_index import dtype_for

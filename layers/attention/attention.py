@@ -4,8 +4,7 @@ backends that a model's layers get.
 B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from ...parallel_state import Initial, ParallelState, alone_or, local, shared_un
 from ..dropout import own_random
 from ..host_numbers import HostNumbers
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
-from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
-from .causal import call_of, causal_attention, merge_heads, split_heads
+from .backends import AttentionCall, PinnedBackend, choose_backend
+from .causal import causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
 from .kernel_checks import checked_backend
 from .mask import AttentionScope
@@ -69,19 +68,21 @@ class AttentionLayer(nn.Module):
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
         scores = self.scores
         with own_random(self.state, split=scores.dropout > 0):
-            heads_BHSE = causal_attention(
-                q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend
-            )
-        return merge_heads(heads_BHSE)
+            y_BHSE = causal_attention(q_BHSE, k_BKTE, v_BKTE, scope, **scores._asdict(), backend=self.backend)
+        return merge_heads(y_BHSE)
 
-    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
-        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
-        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
-        scope.takes(backend, q_BHSE, self.key_dim)
+    def prepare(self, like: Tensor, length: int, scope: AttentionScope) -> None:
+        """Make what this layer needs of the scope, for rows of ``length`` tokens, as many as ``like`` has."""
+        call = self.call(like.device.type, like.dtype, scope.masked, scope.cached)
+        backend = checked_backend(call, self.backend, like.device, self.state)
+        scope.takes(backend, like.new_empty(1).expand(len(like), 1, length, self.key_dim))
 
-    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
+    def call(
+        self, device: str, dtype: torch.dtype, masked: bool = False, cached: bool = False
+    ) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""
-        return call_of(q_BHSE, self.value_dim, scope, self.scores, width=self.key_dim)
+        dropout, score, widths = self.scores.dropout > 0, self.scores.kind, (self.key_dim, self.value_dim)
+        return AttentionCall(device, dtype, *widths, masked, cached, dropout, score)
 
 
 class Attention(AttentionLayer):
@@ -93,14 +94,11 @@ class Attention(AttentionLayer):
     ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes, from the number
     of heads, the norm of the queries and that of the keys, (B, heads here, S, E) in and out, which comes
     before the rotation (Qwen 3). ``rotary``: name of the rotation in ``AttentionInputs``; ``None``: no
-    rotation (GPT-2). ``window``: number of tokens that a token sees, itself included; ``None``: all
-    earlier ones. ``scale``: factor of the scores; the default is ``head_dim ** -0.5``. ``soft_cap``:
-    bound of the scores (Gemma 2). ``sinks``: each head has one more score, which is learnt (GPT-OSS).
-    ``alibi``: biases of all heads' scores by distance (Bloom, Falcon); a rank adds those of its own
-    heads. ``gated``: the sigmoid of one more product of the input multiplies each number of the heads
-    (Qwen3-Next; Qiu et al. 2025). ``dropout``: dropout of the attention weights. ``initial`` and
-    ``out_initial``: initial weights of the input and of the output projection.
-    Source: Ainslie et al. 2023 (grouped queries).
+    rotation (GPT-2). ``window``: see ``AttentionLayer``. ``scale``, ``soft_cap``, ``dropout`` and ``alibi``,
+    which is that of all heads: see ``causal_attention``. ``sinks``: each head has one more score, which is
+    learnt (GPT-OSS). ``gated``: the sigmoid of one more product of the input multiplies each number of the
+    heads (Qwen3-Next; Qiu et al. 2025). ``initial`` and ``out_initial``: initial weights of the input and of
+    the output projection. Source: Ainslie et al. 2023 (grouped queries).
     """
 
     def __init__(
@@ -165,18 +163,15 @@ class SharedHeads:
     """Line up key/value heads with this rank's query heads if the tensor axis does not divide them.
 
     ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. If
-    those do not serve runs of query heads of equal length, they are repeated one by one here; otherwise
-    nothing is done.
+    those do not serve runs of query heads of equal length, they are repeated one by one here.
     """
 
     def __init__(self, query_heads: int, key_value_heads: int, *, state: ParallelState | None = None) -> None:
-        state = alone_or(state)
-        size, index = state.tensor.size, state.tensor.index
+        size, index = alone_or(state).tensor.size, alone_or(state).tensor.index
         group, here = query_heads // key_value_heads, query_heads // size
         shared = shared_units(key_value_heads, size, index)
         needed = [q // group - shared.start for q in range(index * here, (index + 1) * here)]
-        shared_heads = len(shared)
-        even = here % shared_heads == 0 and needed == [j // (here // shared_heads) for j in range(here)]
+        even = here % len(shared) == 0 and needed == [j * len(shared) // here for j in range(here)]
         self._pick = None if even else HostNumbers(needed)
 
     def __call__(self, x_BKSE: Tensor) -> Tensor:
@@ -187,11 +182,10 @@ class SharedHeads:
 
 def attention_kinds(model: nn.Module) -> tuple[AttentionLayer, ...]:
     """Return one attention layer of each kind; layers of one kind have the same window and equal calls."""
-    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
     kinds: dict[object, AttentionLayer] = {}
     for module in model.modules():
         if isinstance(module, AttentionLayer):
-            kinds.setdefault((module.window, module.call(stand_in, scope)), module)
+            kinds.setdefault((module.window, module.call("meta", torch.float32)), module)
     return tuple(kinds.values())
 
 
@@ -216,27 +210,11 @@ def attention_calls(
     ``packed``: rows hold several documents. Needs no device. Raises ``BadInput`` if the pinned ``backend``
     cannot compute one of them.
     """
-    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
     calls: dict[str, AttentionCall] = {}
     for module in attention_kinds(model):
         narrow = exceeds(module.window, length)
-        call = replace(
-            module.call(stand_in, scope),
-            device=torch.device(device).type,
-            dtype=dtype,
-            masked=packed or narrow,
-        )
+        call = module.call(torch.device(device).type, dtype, masked=packed or narrow)
         words = [f"window {module.window}"] * narrow + ["several documents a row"] * packed + [call.score]
         choose_backend(call, backend)
         calls[", ".join(filter(None, words)) or "one document a row"] = call
     return calls
-
-
-def attention_backends(
-    calls: Mapping[str, AttentionCall], backend: PinnedBackend, state: ParallelState
-) -> dict[str, Backend]:
-    """Return the backend that computes each of these calls on the device of ``state``, where a kernel that
-    needs it is checked before. Collective over the tensor and context ranks. Raises ``BadInput`` as
-    ``attention_calls`` does.
-    """
-    return {kind: checked_backend(call, backend, state.device, state) for kind, call in calls.items()}

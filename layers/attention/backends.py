@@ -76,12 +76,8 @@ def choose_backend(call: AttentionCall, pinned: PinnedBackend = "auto") -> Backe
     lacking = next(_lacks(pinned, call), None)
     if lacking is not None:
         others = ", ".join(backend for backend in BACKENDS if not [*_lacks(backend, call)])
-        raise BadInput(
-            "recipe",
-            "attention_backend",
-            expected=f"auto or one of {others}, for {call}",
-            found=f"{pinned}, which needs {lacking}",
-        )
+        expected, actual = f"auto or one of {others}, for {call}", f"{pinned}, which needs {lacking}"
+        raise BadInput("recipe", "attention_backend", expected=expected, found=actual)
     return pinned
 
 

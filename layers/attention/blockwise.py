@@ -31,8 +31,7 @@ class BlockAttentionOptions:
 
     ``seed`` is the seed of the block's dropout, so that backward draws the same mask. ``mask``: (B or 1, 1,
     Q, T), true where a query sees a key; ``None`` where ``causal`` alone decides. ``soft_cap`` bounds the
-    scores, see ``causal_attention``; ``bias`` is added to them. ``fused``: use torch's own operator where it
-    can compute the block.
+    scores, see ``causal_attention``; ``bias`` is added. ``fused``: use torch's own operator where it can.
     """
 
     scale: float

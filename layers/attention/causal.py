@@ -54,14 +54,15 @@ def causal_attention(
     scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
     soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``scores.py``;
     ``alibi``: biases of the heads of ``q``. ``backend``: what computes it; ``auto`` takes the first of the
-    table in ``backends.py`` that can. With several context ranks (``scope``) the call is collective, and
-    computed in blocks.
+    table in ``backends.py`` that can. With several context ranks the call is collective, in blocks.
     """
     scores = Scores(scale, soft_cap, sinks, alibi, dropout)
     if scope is not None and scope.context is not None:
         return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, scores)
     scope = scope or AttentionScope()
-    chosen = choose_backend(call_of(q_BHSE, v_BKSE.shape[-1], scope, scores), backend)
+    device, widths = q_BHSE.device.type, (q_BHSE.shape[-1], v_BKSE.shape[-1])
+    call = AttentionCall(device, q_BHSE.dtype, *widths, scope.masked, scope.cached, dropout > 0, scores.kind)
+    chosen = choose_backend(call, backend)
     made, causal = scope.takes(chosen, q_BHSE), scope.causal
     if chosen == "varlen":
         return varlen_attention(q_BHSE, k_BKSE, v_BKSE, made, scale=scale)
@@ -91,19 +92,3 @@ def causal_attention(
             enable_gqa=grouped,
         )
     return out_BHSE if v_BKSE.shape[-1] == q_BHSE.shape[-1] else out_BHSE[..., : v_BKSE.shape[-1]]
-
-
-def call_of(
-    q_BHSE: Tensor, value_width: int, scope: AttentionScope, scores: Scores, *, width: int = 0
-) -> AttentionCall:
-    """Describe a call for the choice of its backend; ``width``: the head dim, if ``q`` is only a stand-in."""
-    return AttentionCall(
-        q_BHSE.device.type,
-        q_BHSE.dtype,
-        width or q_BHSE.shape[-1],
-        value_width,
-        masked=scope.masked,
-        cached=scope.cached,
-        dropout=scores.dropout > 0,
-        score=scores.kind,
-    )

@@ -29,8 +29,7 @@ class AttentionInputs:
     cache's tokens come before them. ``like``: the hidden states that enter the first block, (B, S, D), or
     (B, S / tensor, D) with sequence parallelism; rotations get their dtype and device. ``layers``: attention
     layers, one of each kind that the blocks have; what their backends take is made here, so that no block
-    makes it again. ``rotary``: modules that make a ``Rope`` from positions, by the names that attention
-    layers use.
+    makes it again. ``rotary``: modules that make a ``Rope`` from positions, by the layers' names for them.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class AttentionInputs:
         self._scopes: dict[int | None, AttentionScope] = {}
         self.places, self._tokens = places, tokens
         for layer in layers:
-            layer.prepare(like.new_empty((len(like), 1, places.shape[-1], 0)), self.scope(layer.window))
+            layer.prepare(like, places.shape[-1], self.scope(layer.window))
         lengths = None
         if any(make.by_length is not None for make in (rotary or {}).values()):
             lengths = torch.full_like(places, tokens)
@@ -85,8 +84,7 @@ class AttentionInputs:
 
     @cached_property
     def documents(self) -> Tensor | None:
-        """Return each token's place in its document, (B, S), or ``None`` if each row is known to be one
-        document.
+        """Return each token's place in its document, (B, S); ``None``: each row is known to be one document.
 
         With a cache the places are always returned. They are computed once in a forward.
         """
@@ -98,7 +96,3 @@ class AttentionInputs:
             return positions
         in_row = token_places(here.shape[-1], self.state, here.device)
         return None if torch.equal(here, in_row.expand_as(here)) else positions
-
-    def last_wanted(self, x_BSD: Tensor) -> Tensor:
-        """Select the hidden states that need logits: all tokens, or with a cache only the last one."""
-        return x_BSD if self.cache is None else x_BSD[:, -1:]

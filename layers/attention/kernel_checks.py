@@ -21,7 +21,7 @@ from .backends import FAILED, HALF, AttentionCall, Backend, PinnedBackend, choos
 from .blockwise import BlockAttentionOptions, attend, attend_backward, blockwise_attention, fused_takes
 from .scores import Scores
 from .varlen import sequences_of, varlen_attention
-from .visible import documents, visible_tokens
+from .visible import starts_and_firsts, visible_tokens
 
 Kernel = Literal["blocks", "varlen"]
 _KINDS: dict[Kernel, str] = {"blocks": "fused attention", "varlen": "attention over documents"}
@@ -32,8 +32,9 @@ _AGREED: WeakKeyDictionary[ParallelState, dict[object, bool]] = WeakKeyDictionar
 def checked_backend(
     call: AttentionCall, pinned: PinnedBackend, device: torch.device, state: ParallelState
 ) -> Backend:
-    """Choose a backend for a call on ``device``. ``varlen`` is taken only if it is right there, see
-    ``is_right``; otherwise the choice is made without it, from now on.
+    """Choose a backend for a call on ``device``, as ``choose_backend`` does. ``varlen`` is taken only if it
+    is right there, see ``is_right``; otherwise the choice is made without it, from now on. Collective over
+    the tensor and context ranks.
     """
     chosen = choose_backend(call, pinned)
     if chosen == "varlen" and not torch.compiler.is_compiling():
@@ -114,16 +115,13 @@ def _blocks(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, T
 
 
 def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield outputs and gradients of attention over documents, with and without a window, by the kernel and
-    written out.
-    """
+    """Yield outputs and gradients over documents, without and with a window, by kernel and written out."""
     q, k, v, grad = (draw(1, heads, 96, width) for heads in (4, 2, 2, 4))
     positions = torch.cat([torch.arange(n) for n in (40, 1, 55)]).unsqueeze(0)
-    number = documents(positions).to(q.device)
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     for window in (None, 17):
         sequences = sequences_of(positions, 1, 96, q.device, window)
-        mask = visible_tokens(number, number, window)
+        mask = visible_tokens(starts_and_firsts(positions, window)[1], 96).to(q.device)
         by_kernel = varlen_attention(q, k, v, sequences)
         written_out = blockwise_attention(q, k, v, mask, Scores(), causal=False)
         yield by_kernel, written_out

@@ -1,5 +1,4 @@
-"""Keep each block's keys and values, or its recurrent state, of the tokens generated so far, and their
-documents.
+"""Keep each block's keys and values, or its recurrent state, of the tokens generated so far.
 
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """
@@ -7,7 +6,7 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 from torch import Tensor, nn
 
 from ...parallel_state import BadInput
-from .visible import documents, restarts
+from .visible import restarts
 
 
 class KeyValueCache:
@@ -21,12 +20,10 @@ class KeyValueCache:
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.used, self.start = batch, length, 0, 0
-        self._documents: Tensor | None = None
         self._positions: Tensor | None = None
         #: Whether rows hold several documents.
         self.packed = False
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
-        self._states: dict[nn.Module, Tensor] = {}
 
     def advance(self, positions_BS: Tensor) -> None:
         """Make room for the next S tokens of each row; call it once a forward, before any ``extend``.
@@ -39,14 +36,9 @@ class KeyValueCache:
             expected = f"at most {self.length} tokens in a row, the cache's length"
             raise BadInput("KeyValueCache.advance", expected=expected, found=start + new)
         self.start, self.used = start, start + new
-        documents_BS = documents(positions_BS)
-        if self._documents is None or self._positions is None:
+        if self._positions is None:
             self._positions = positions_BS.new_zeros(self.batch, self.length)
             self.packed = restarts(positions_BS, wait=True)
-            self._documents = documents_BS.new_zeros(self.batch, self.length)
-        else:
-            documents_BS = documents_BS + self._documents[:, start - 1 : start]
-        self._documents[:, start : self.used] = documents_BS
         self._positions[:, start : self.used] = positions_BS
 
     @property
@@ -56,21 +48,12 @@ class KeyValueCache:
         return self._positions[:, : self.used]
 
     @property
-    def documents(self) -> Tensor:
-        """Return the number of each token's document within its row, (B, T)."""
-        assert self._documents is not None, "advance comes first"
-        return self._documents[:, : self.used]
-
-    @property
     def bytes(self) -> int:
         """Return the bytes that blocks have stored here: keys, values and states."""
-        pairs = [x for pair in self._held.values() for x in pair]
-        return sum(x.nbytes for x in (*pairs, *self._states.values()))
+        return sum(x.nbytes for tensors in self._held.values() for x in tensors)
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values; return all so far, (B, K, T, E), as views of the cache's
-        memory.
-        """
+        """Store the new tokens' keys and values; return all so far, (B, K, T, E), as views of the memory."""
         if block not in self._held:
             self._held[block] = tuple(
                 x.new_empty(self.batch, x.shape[1], self.length, x.shape[3]) for x in (k_BKSE, v_BKSE)
@@ -82,15 +65,15 @@ class KeyValueCache:
 
     def recall(self, layer: nn.Module) -> Tensor | None:
         """Return what a recurrent layer stored of the tokens before these, or ``None`` at the first ones."""
-        return self._states.get(layer)
+        return self._held.get(layer, (None,))[0]
 
     def remember(self, layer: nn.Module, x: Tensor) -> None:
         """Store what a recurrent layer needs of the tokens so far, in the memory of what it stored before."""
-        if layer in self._states:
-            self._states[layer].copy_(x)
+        if layer in self._held:
+            self._held[layer][0].copy_(x)
         else:
-            self._states[layer] = x.clone()
+            self._held[layer] = (x.clone(),)
 
     def held(self, block: nn.Module) -> tuple[Tensor, ...]:
-        """Return all that is allocated for this block's keys and values."""
+        """Return all that is allocated for this block."""
         return self._held[block]

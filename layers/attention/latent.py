@@ -3,6 +3,8 @@
 B batch  S sequence  T tokens so far  D hidden  R latent  E head dim  H heads here
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,37 +61,26 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.key_parts = qk_nope_head_dim, qk_rope_head_dim
         self.value_parts = qk_nope_head_dim, v_head_dim
         self.latent_parts, self.direct = (kv_lora_rank, qk_rope_head_dim), q_lora_rank is None
-        width = heads * key_dim
+        alike: dict[str, Any] = {"initial": initial, "state": state}
         if q_lora_rank is None:
-            self.q = ColumnParallelLinear(
-                hidden_size, width, False, unit=key_dim, initial=initial, state=state
-            )
+            self.q = ColumnParallelLinear(hidden_size, heads * key_dim, False, unit=key_dim, **alike)
         else:
-            self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, initial=initial, state=state)
+            self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, **alike)
             self.q_norm = RMSNorm(q_lora_rank, state=state)
-            self.q_up = ColumnParallelLinear(
-                q_lora_rank, width, False, unit=key_dim, initial=initial, state=state
-            )
-        self.kv_down = ReplicatedLinear(
-            hidden_size, sum(self.latent_parts), bias, initial=initial, state=state
-        )
+            self.q_up = ColumnParallelLinear(q_lora_rank, heads * key_dim, False, unit=key_dim, **alike)
+        self.kv_down = ReplicatedLinear(hidden_size, sum(self.latent_parts), bias, **alike)
         self.kv_norm = RMSNorm(kv_lora_rank, state=state)
         each = sum(self.value_parts)
-        self.kv_up = ColumnParallelLinear(
-            kv_lora_rank, heads * each, False, unit=each, initial=initial, state=state
-        )
+        self.kv_up = ColumnParallelLinear(kv_lora_rank, heads * each, False, unit=each, **alike)
         for up in (self.kv_up,) if self.direct else (self.q_up, self.kv_up):
             up.recomputed = True  # many times wider than the latents from which it follows
-        self.out = RowParallelLinear(
-            heads * v_head_dim, hidden_size, bias, unit=v_head_dim, initial=initial, state=state
-        )
+        self.out = RowParallelLinear(heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **alike)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         rope, scope = inputs.rope("all"), inputs.scope(None)
-        still_BHSE, turned_BHSE = split_heads(self._queries(x_BSD), self.key_dim).split(
-            self.key_parts, dim=-1
-        )
+        q_BSF: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
+        still_BHSE, turned_BHSE = split_heads(q_BSF, self.key_dim).split(self.key_parts, dim=-1)
         q_BHSE = _joined(still_BHSE, rope(turned_BHSE))
         latent_BSR, key_BSE = self.kv_down(x_BSD).split(self.latent_parts, dim=-1)
         # One rotated key serves all heads, and so all ranks.
@@ -100,11 +91,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
         out: Tensor = self.out(self.attend(q_BHSE, k_BHTE, v_BHTE, scope))
         return out
-
-    def _queries(self, x_BSD: Tensor) -> Tensor:
-        """Return the queries of this rank's heads, (B, S, H E)."""
-        q_BSH: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
-        return q_BSH
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

@@ -15,16 +15,15 @@ from .backends import Backend
 from .flex import block_mask
 from .kernel_checks import is_right
 from .key_value_cache import KeyValueCache
-from .ring_and_gathered_attention import ContextScope, starts_and_firsts
+from .ring_and_gathered_attention import ContextScope
 from .varlen import sequences_of
-from .visible import documents, exceeds, restarts, visible_tokens
+from .visible import exceeds, restarts, starts_and_firsts, visible_tokens
 
 T = TypeVar("T")
 
 
 class AttentionScope:
-    """State which keys each query of a forward pass may see; made once from the positions and given to every
-    block.
+    """State which keys each query of a forward may see; made once from the positions, for every block.
 
     ``positions``: (B, S) or (S,), int64, of the whole sequence. They restart at 0 where a document starts. A
     token sees only its own document, up to itself. If each row is one document (or ``positions`` is
@@ -74,25 +73,24 @@ class AttentionScope:
         """Return whether the queries follow the keys of a cache."""
         return self._cache is not None
 
-    def takes(self, backend: Backend, q_BHSE: Tensor, width: int = 0) -> Any:
-        """Return what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count;
-        ``width``: the head dim, if ``q`` is only a stand-in.
+    def takes(self, backend: Backend, q_BHSE: Tensor) -> Any:
+        """Return what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count.
 
         It is the documents of all rows as sequences (varlen), the blocks of keys that each block of queries
         needs (flex), the mask and whether torch's fused operators may compute blocks (blockwise, and over
         context ranks, without a mask), or the mask as what is added to scores: 0, or minus infinity.
         """
-        (batch, _, length, own_width), device, dtype = q_BHSE.shape, q_BHSE.device, q_BHSE.dtype
+        (batch, _, length, width), device, dtype = q_BHSE.shape, q_BHSE.device, q_BHSE.dtype
+        like = device, dtype, width
         if self.context is not None:
-            return self.context.fused(q_BHSE, width)
+            return is_right("blocks", *like, self._state)
         if backend == "varlen":
             positions = self._positions if self._packed else None
             return self._once("varlen", lambda: sequences_of(positions, batch, length, device, self._window))
         if backend == "flex":
-            whole = partial(starts_and_firsts, window=self._window, state=self._state)
+            whole = partial(starts_and_firsts, window=self._window)
             return self._once("flex", lambda: block_mask(whole(self.positions(q_BHSE)[0])[1]))
         if backend == "blockwise":
-            like = device, dtype, width or own_width
             return self.mask, self._once(like, lambda: is_right("blocks", *like, self._state))
         return self._once(dtype, lambda: self._numbers(dtype)) if self.masked else None
 
@@ -109,9 +107,7 @@ class AttentionScope:
         return here, here if self._cache is None else self._cache.positions
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that this forward's queries meet in ``block``: the cached ones and
-        these.
-        """
+        """Return the keys and values that the queries meet in ``block``: the cached ones and these."""
         return (k_BKSE, v_BKSE) if self._cache is None else self._cache.extend(block, k_BKSE, v_BKSE)
 
     def _once(self, form: object, make: Callable[[], T]) -> T:
@@ -127,6 +123,7 @@ class AttentionScope:
 
     def _dense(self) -> Tensor:
         assert self._positions is not None, "without positions nothing is hidden"
-        documents_BT = documents(self._positions) if self._cache is None else self._cache.documents
-        documents_BS = documents_BT if self._cache is None else documents_BT[:, self._cache.start :]
-        return visible_tokens(documents_BS, documents_BT, self._window)
+        start = 0 if self._cache is None else self._cache.start
+        keys = start + self._positions.shape[1]
+        places = torch.arange(start, keys, device=self._positions.device)
+        return visible_tokens(starts_and_firsts(self._positions, self._window, places)[1], keys)

@@ -13,7 +13,7 @@ Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,27 +26,12 @@ from ..rounds import rounds
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .kernel_checks import is_right
 from .scores import Alibi, Scores, add_sinks, sinks_gradient
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Pair one of this rank's two chunks of queries with one of a rank's two chunks of keys.
-
-    ``query`` and ``key``: 0 or 1. ``causal``: both chunks are the same tokens. ``first``: the place of the
-    block's first key, if some of the keys come before the first one that a query sees; otherwise ``None``.
-    """
-
-    query: int
-    key: int
-    causal: bool
-    first: int | None = None
+from .visible import starts_and_firsts
 
 
 class ContextScope:
-    """Hold the first token that each of this rank's tokens sees. It is made once a forward, from positions.
-
-    A token sees the tokens from the first one of its document, or of its window, up to itself. That first
-    one's place is the token's place minus its position, so other ranks' tokens need not be known.
+    """Hold the first token that each of this rank's tokens sees. It is made once a forward, from positions;
+    those of other ranks' tokens need not be known.
     """
 
     def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
@@ -58,90 +43,72 @@ class ContextScope:
         self._bounds: Sequence[Sequence[int]] = ()
         if positions is None:
             return
-        starts, first = starts_and_firsts(positions, window, state)
+        places = token_places(positions.shape[-1], state, positions.device)
+        starts, first = starts_and_firsts(positions, window, places)
         here = on_host(positions)  # else this waits for an accelerator, once a forward
         if here is None and (torch.compiler.is_compiling() or positions.is_meta):
             bounds = [(0, positions.shape[-1] * state.context.size)] * 2
         else:
             seen = first
             if here is not None and here is not positions:
-                seen = starts_and_firsts(here, window, state)[1]
+                seen = starts_and_firsts(here, window, token_places(here.shape[-1], state))[1]
             halves = seen.unflatten(-1, (2, -1))
             bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
         if any(last > 0 for _, last in bounds):
             self.first, self._starts, self._bounds = first, starts, bounds
 
-    def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:
-        """Return whether torch's fused operators may compute blocks, see ``kernel_checks``; ``width``: the
-        head dim, if ``q`` is only a stand-in.
-        """
-        return is_right("blocks", q_BHSE.device, q_BHSE.dtype, width or q_BHSE.shape[-1], self.state)
+    def blocks(
+        self, source: int, chunk: int, settings: BlockAttentionOptions, alibi: Alibi | None = None
+    ) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
+        """Yield the blocks that this rank computes with the keys of context rank ``source``: the rows of
+        queries and of keys, and the options, with what a query sees and a dropout seed of the block's own.
 
-    def blocks(self, source: int, chunk: int) -> Iterator[Block]:
-        """Yield the blocks that this rank computes with the keys of context rank ``source``.
-
-        ``chunk`` is the number of tokens in a chunk. Blocks that causality, documents or a window leave empty
-        are skipped.
+        A block is one of this rank's two chunks of queries and one of the other's two chunks of keys;
+        ``chunk``: tokens in each. Those that causality, documents or a window leave empty are skipped.
         """
         size = self.state.context.size
         # The later chunk of keys first: a query's first block then contains the query's own key.
         for key, keys in reversed([*enumerate(own_chunks(source, size))]):
+            begin, key_rows = keys * chunk, slice(key * chunk, (key + 1) * chunk)
             for query, queries in enumerate(own_chunks(self.state.context.index, size)):
-                if keys > queries:
-                    continue
-                begin = keys * chunk
+                rows = slice(query * chunk, (query + 1) * chunk)
                 low, last = self._bounds[query] if self._bounds else (0, 0)
-                if low < begin + chunk:
-                    yield Block(query, key, keys == queries, begin if last > begin else None)
+                if keys > queries or low >= begin + chunk:
+                    continue
+                causal, mask, bias = keys == queries, None, None
+                if alibi is not None:
+                    bias = alibi.bias(*self._positions(rows, queries * chunk, begin, chunk))
+                if self.first is not None and last > begin:  # it begins before what some query sees first
+                    key_places = begin + torch.arange(chunk, device=self.first.device)
+                    mask = key_places >= self.first[:, None, rows, None]
+                    mask = mask.tril() if causal else mask
+                seed = (settings.seed + 4 * source + 2 * query + key) % 2**63
+                options = replace(settings, causal=causal, mask=mask, seed=seed, bias=bias)
+                yield rows, key_rows, options
 
-    def mask(self, block: Block, chunk: int) -> Tensor | None:
-        """Return a mask (B or 1, 1, chunk, chunk), true where a query (second to last dim) sees a key.
-
-        ``None`` if causality alone decides.
+    def _positions(self, rows: slice, query: int, key: int, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries ``rows``, (B or 1, chunk), and of the keys, (B or 1, 1 or
+        chunk, chunk), in the queries' documents, from the place of the first of each.
         """
-        if block.first is None or self.first is None:
-            return None
-        first = self.first[:, None, block.query * chunk : (block.query + 1) * chunk, None]
-        keys = block.first + torch.arange(chunk, device=first.device)
-        seen = keys >= first
-        return seen.tril() if block.causal else seen
-
-    def positions(self, source: int, block: Block, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the positions of a block's queries, (B or 1, chunk), and of its keys, (B or 1, 1 or chunk,
-        chunk). Both count from the start of the query's document, so no other rank's positions are needed.
-        """
-        size, here = self.state.context.size, torch.arange(chunk, device=self.state.device)
-        queries = (own_chunks(self.state.context.index, size)[block.query] * chunk + here).unsqueeze(0)
-        keys = (own_chunks(source, size)[block.key] * chunk + here).view(1, 1, -1)
+        here = torch.arange(chunk, device=self.state.device)
+        queries, keys = (query + here).unsqueeze(0), (key + here).view(1, 1, -1)
         if self._starts is None:
             return queries, keys
-        starts = self._starts[:, block.query * chunk : (block.query + 1) * chunk]
-        return queries - starts, keys - starts.unsqueeze(2)
-
-
-def starts_and_firsts(positions: Tensor, window: int | None, state: ParallelState) -> tuple[Tensor, Tensor]:
-    """Return the places where each token's document starts, and of the first token that it sees."""
-    places = token_places(positions.shape[-1], state, positions.device)
-    starts = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
-    return starts, starts if window is None else torch.maximum(starts, places - (window - 1))
+        return queries - self._starts[:, rows], keys - self._starts[:, rows].unsqueeze(2)
 
 
 def context_attention(
-    q_BHSE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    scope: ContextScope,
-    scores: Scores,
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: ContextScope, scores: Scores
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 
     Values may be narrower than queries and keys; the output is then as wide as the values.
 
     Only key/value heads are sent, never the queries that share them. Dropout's masks follow torch's
-    generator, which should differ between the context ranks. Collective over the context ranks, in backward
-    too.
+    generator, which should differ between the context ranks. Collective over these, in backward too.
     """
-    settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=scope.fused(q_BHSE))
+    fused = is_right("blocks", q_BHSE.device, q_BHSE.dtype, q_BHSE.shape[-1], scope.state)
+    settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=fused)
     return _attention(q_BHSE, k_BKSE, v_BKSE, scores.sinks, scope, settings, scores.alibi)
 
 
@@ -162,7 +129,7 @@ class _ContextAttention(torch.autograd.Function):
         out = torch.zeros_like(q[..., : v.shape[-1]], dtype=inner)
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
-            for mine, key_rows, options in _blocks(scope, source, chunk, settings, alibi):
+            for mine, key_rows, options in scope.blocks(source, chunk, settings, alibi):
                 part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         if sinks is not None:  # after the last block, so that they count once
@@ -184,7 +151,7 @@ class _ContextAttention(torch.autograd.Function):
         for source, keys, values in _arriving(k, v, scope.state):
             dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
             dks, dvs = _both(dkv, k, v)
-            for mine, key_rows, options in _blocks(scope, source, chunk, ctx.settings, ctx.alibi):
+            for mine, key_rows, options in scope.blocks(source, chunk, ctx.settings, ctx.alibi):
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
                     grad[at], q[at], keys[:, :, key_rows], values[:, :, key_rows], out[at], sums[at], options
@@ -251,20 +218,6 @@ class _Returning:
             return engine.reduce_scatter(self._every.flatten(), 0, self.state.context.group)
         assert self._own is not None and self._coming is not None
         return self._own + engine.ring_exchange_wait(self._coming, self._own)
-
-
-def _blocks(
-    scope: ContextScope, source: int, chunk: int, settings: BlockAttentionOptions, alibi: Alibi | None
-) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
-    """Yield the rows of queries and of keys of each block with the keys of ``source``, and its options: what
-    it sees, and a dropout seed of its own.
-    """
-    for block in scope.blocks(source, chunk):
-        queries, keys = (slice(half * chunk, (half + 1) * chunk) for half in (block.query, block.key))
-        bias = None if alibi is None else alibi.bias(*scope.positions(source, block, chunk))
-        seed = (settings.seed + 4 * source + 2 * block.query + block.key) % 2**63
-        mask = scope.mask(block, chunk)
-        yield queries, keys, replace(settings, causal=block.causal, mask=mask, seed=seed, bias=bias)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:

@@ -8,8 +8,6 @@ B batch  H query heads here  S or Q queries  T keys  E head dim
 Sources: Press et al. 2022 (ALiBi); Xiao et al. 2023 and GPT-OSS's model card (2025), section 2.2 (sinks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import floor, log2
@@ -18,36 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-)
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState
 from ..host_numbers import HostNumbers
 from .backends import Score
-
-
-class Scores(NamedTuple):
-    """State what becomes of an attention's scores; ``causal_attention`` explains each. ``sinks``: (H,)."""
-
-    scale: float | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
-    alibi: Alibi | None = None
-    dropout: float = 0.0
-
-    @property
-    def kind(self) -> Score:
-        """Return the name of a further change of the scores (``AttentionCall.score``)."""
-        if self.alibi is not None:
-            return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
-        return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
-
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]
@@ -73,8 +44,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 class Alibi:
     """Describe the biases of all heads: ``factor`` times slope times the key's position less the query's.
 
-    ``rounded``: slopes, positions and their products are rounded to bf16, whatever the model's dtype (Falcon,
-    which was trained so).
+    ``rounded``: slopes, positions and products are rounded to bf16 in any dtype (Falcon was trained so).
     """
 
     slopes: tuple[float, ...]
@@ -88,7 +58,7 @@ class Alibi:
         steepness = torch.tensor(self.slopes, dtype=torch.float32, device="cpu") * self.factor
         object.__setattr__(self, "_steepness", HostNumbers(steepness.tolist()))
 
-    def of_heads(self, start: int, stop: int) -> Alibi:
+    def of_heads(self, start: int, stop: int) -> "Alibi":
         """Return the biases of the heads from ``start`` up to ``stop``."""
         return Alibi(self.slopes[start:stop], self.factor, self.rounded)
 
@@ -117,6 +87,23 @@ class Alibi:
         return slopes * positions.unsqueeze(1) * self.factor
 
 
+class Scores(NamedTuple):
+    """State what becomes of an attention's scores; ``causal_attention`` explains each. ``sinks``: (H,)."""
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Alibi | None = None
+    dropout: float = 0.0
+
+    @property
+    def kind(self) -> Score:
+        """Return the name of a further change of the scores (``AttentionCall.score``)."""
+        if self.alibi is not None:
+            return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
+        return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
+
+
 class Sinks(DeclaredModule):
     """Hold the sinks of an attention layer: ``weight``, (heads,), of which a rank has those of its heads."""
 
@@ -125,10 +112,8 @@ class Sinks(DeclaredModule):
     def __init__(
         self, heads: int, *, initial: Initial | None = None, state: ParallelState | None = None
     ) -> None:
-        super().__init__()
-        declare_parameter(
-            self, "weight", Declaration((heads,), Cut(0), initial=initial or Constant(0.0)), alone_or(state)
-        )
+        super().__init__(state)
+        self.declare("weight", (heads,), Cut(0), initial=initial or Constant(0.0))
 
 
 def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +125,7 @@ def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[
 def sinks_gradient(grad_BHSE: Tensor, out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,); output and log-sums are those of ``add_sinks``.
 
-    The gradients of queries, keys and values need no rule of their own: ``attend_backward`` takes the same
-    output and log-sums.
+    Those of queries, keys and values need no rule: ``attend_backward`` takes the same output and log-sums.
     """
     inner = log_sums_BHS.dtype
     shares_BHS = (sinks_H.to(inner).view(-1, 1) - log_sums_BHS).exp()

@@ -1,4 +1,5 @@
-"""Compute which tokens a token sees: the earlier ones of its own document, or of a window.
+"""Compute which tokens a token sees: the earlier ones of its own document, or of a window. Positions count
+from the start of the document.
 
 B batch  S query tokens  T key tokens, of which the queries are the last
 """
@@ -8,11 +9,6 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
 from ..host_numbers import on_host
-
-
-def documents(positions_BS: Tensor) -> Tensor:
-    """Return the number of the document that each token belongs to, counted within its row: (B, S) int64."""
-    return (positions_BS == 0).cumsum(1)
 
 
 def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state: ParallelState) -> Tensor:
@@ -31,13 +27,25 @@ def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state:
     return longest.gather(1, starts_BS)
 
 
-def visible_tokens(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
-    """Return a mask (B, 1, S, T), true where a query sees a key, from the numbers of their documents."""
-    same_BST, first = queries_BS.unsqueeze(2) == keys_BT.unsqueeze(1), keys_BT.shape[1] - queries_BS.shape[1]
-    seen_BST = same_BST.tril(first)
-    if window is not None:
-        seen_BST = seen_BST.triu(first - window + 1)
-    return seen_BST.unsqueeze(1)
+def starts_and_firsts(
+    positions: Tensor, window: int | None, places_S: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the places where each token's document starts, and of the first token that it sees: both (B, S).
+
+    A token's place in its row minus its position is where its document starts, so nothing else need be known.
+    ``places_S``: the default is that the tokens are the whole row.
+    """
+    if places_S is None:
+        places_S = torch.arange(positions.shape[-1], device=positions.device)
+    starts = (places_S - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
+    return starts, starts if window is None else torch.maximum(starts, places_S - (window - 1))
+
+
+def visible_tokens(first_BS: Tensor, keys: int) -> Tensor:
+    """Return (B, 1, S, T): true from a query's first key up to itself; queries are the last of ``keys``."""
+    key_T = torch.arange(keys, device=first_BS.device)
+    query_S1 = key_T[keys - first_BS.shape[1] :].unsqueeze(1)
+    return ((key_T >= first_BS.unsqueeze(2)) & (key_T <= query_S1)).unsqueeze(1)
 
 
 def exceeds(window: int | None, tokens: int) -> bool:

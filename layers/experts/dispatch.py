@@ -54,9 +54,7 @@ class Dispatch:
         self._by_rank = inverse_of(self._by_expert)
 
     def to_experts(self, x_ND: Tensor) -> Tensor:
-        """Return the rows for this rank's experts, sorted by expert; a token comes once for each expert
-        that it chose.
-        """
+        """Return the rows for this rank's experts, sorted by expert: a token once for each that it chose."""
         rows_MD = x_ND.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, x_ND.shape[1])
         rows_MD = rows_MD.index_select(0, self._order)
         if self.ranks == 1:

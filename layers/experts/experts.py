@@ -1,28 +1,15 @@
 """Compute experts, and those of GPT-OSS: many feed-forward nets of one shape, their weights in stacks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from math import sqrt
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import (
-    BadInput,
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    Layout,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declarations,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import BadInput, Cut, DeclaredModule, Layout, ParallelState, declarations, local
+from ...parallel_state.initial_weights import Initial, Uniform
 from ..lora import LowRank, add_adapter, factors_of, lora_scale
 from ..mlp import activation
 from ..parallel_linear import OutputPart
@@ -63,21 +50,16 @@ class Experts(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         self.act, self.gated = activation(act), gated
         #: The names of the stacks, in groups that multiply the same rows.
         self.products = ("gate", "up") if gated else ("up",), ("down",)
         self.adapters: list[LowRank] = []
-        self.state = state = alone_or(state)
-        wide, narrow = (
-            (num_experts, intermediate_size, hidden_size),
-            (num_experts, hidden_size, intermediate_size),
-        )
-        for name in ("gate", "up") if gated else ("up",):
-            start = initial or Uniform(1 / sqrt(hidden_size))
-            declare_parameter(self, name, Declaration(wide, Cut(1), experts=True, initial=start), state)
-        start = initial or Uniform(1 / sqrt(intermediate_size))
-        declare_parameter(self, "down", Declaration(narrow, Cut(2), experts=True, initial=start), state)
+        shape, start = (num_experts, intermediate_size, hidden_size), Uniform(1 / sqrt(hidden_size))
+        for name in self.products[0]:
+            self.declare(name, shape, Cut(1), experts=True, initial=initial or start)
+        shape, start = (num_experts, hidden_size, intermediate_size), Uniform(1 / sqrt(intermediate_size))
+        self.declare("down", shape, Cut(2), experts=True, initial=initial or start)
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
@@ -128,21 +110,16 @@ class ClampedExperts(Experts):
         initial: Initial,
         state: ParallelState | None = None,
     ) -> None:
-        DeclaredModule.__init__(self)
+        DeclaredModule.__init__(self, state)
         self.adapters: list[LowRank] = []
-        self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
+        self.alpha, self.limit = alpha, limit
         self.products = ("gate_up",), ("down",)
-        wide, zero = 2 * intermediate_size, Constant(0.0)
+        wide, declare = 2 * intermediate_size, partial(self.declare, experts=True)
         # A gate and its upper product are neighbours and stay on one rank.
-        partial = ("tensor",) if self.state.tensor.size > 1 else ()
-        stated = {
-            "gate_up": Declaration((num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial),
-            "gate_up_bias": Declaration((num_experts, wide), Cut(1, unit=2), initial=zero),
-            "down": Declaration((num_experts, intermediate_size, hidden_size), Cut(1), initial=initial),
-            "down_bias": Declaration((num_experts, hidden_size), partial=partial, initial=zero),
-        }
-        for name, declaration in stated.items():
-            declare_parameter(self, name, replace(declaration, experts=True), self.state)
+        declare("gate_up", (num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial)
+        declare("gate_up_bias", (num_experts, wide), Cut(1, unit=2))
+        declare("down", (num_experts, intermediate_size, hidden_size), Cut(1), initial=initial)
+        declare("down_bias", (num_experts, hidden_size), partial=("tensor",))
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
@@ -166,8 +143,7 @@ def attach_expert_lora(
     ``outputs``: the products that share one A: ``("gate", "up")``, or one of them, or ``("down",)``. The
     parameters are ``lora_A_<outputs, joined by _>`` (E, r, in) and for each output ``lora_B_<output>``
     (E, out, r). The factors start as those of ``attach_lora``, and ``layers/lora.py`` says how they are cut.
-    Raises ``BadInput`` for a rank below 1, outputs that do not share an input, or a second adapter at one
-    place.
+    Raises ``BadInput`` for a rank below 1, outputs of different inputs, or a second adapter at a place.
     """
     scale = lora_scale(r, alpha, rslora=rslora)
     legal = [*experts.products, *((name,) for names in experts.products if names[1:] for name in names)]

@@ -19,8 +19,7 @@ class Balance:
 
     ``balance`` and ``z_loss`` are means of the losses over rows and routers, before their factors; experts
     that are used evenly have a balance loss of ``top_k``. ``balance`` is ``None`` if a router computes no
-    such loss, see ``TopKRouter``. ``load``: number of tokens of the busiest expert of any router, divided by
-    the mean.
+    such loss, see ``TopKRouter``. ``load``: tokens of the busiest expert of any router, over the mean.
     """
 
     balance: float | None
@@ -80,8 +79,10 @@ class Balancing:
             losses += totals[-3:]
             if float(counts.sum()):
                 loads.append(float(counts.max() / counts.mean()))
-                if updated and self.rate and name in self._here:
-                    _move(self._here[name], self.rate * (counts.mean() - counts).sign())
+                bias = self._here[name].bias if updated and self.rate and name in self._here else None
+                if bias is not None:
+                    move = self.rate * (counts.mean() - counts).sign()
+                    bias.data.add_(move.to(bias.device, bias.dtype, non_blocking=True))
         if not loads:
             return None
         balance, z_loss, rows = losses.tolist()
@@ -134,8 +135,3 @@ def set_auxiliary_losses(
     for _, router in routers(model):
         router.balance = router.balance if balance is None else balance
         router.z_loss = router.z_loss if z_loss is None else z_loss
-
-
-def _move(router: TopKRouter, by: Tensor) -> None:
-    if router.bias is not None:
-        router.bias.data.add_(by.to(router.bias.device, router.bias.dtype, non_blocking=True))

@@ -1,29 +1,46 @@
 """Define a mixture of experts, which replaces the feed-forward net of a block."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BadInput,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import BadInput, DeclaredModule, Initial, ParallelState, Uniform, alone_or, local
 from ..collectives import enter_tensor, leave_tensor
 from ..mlp import GatedMLP
 from .dispatch import Dispatch
 from .experts import Experts
 from .router import TopKRouter
+
+
+class GatedShared(DeclaredModule):
+    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE).
+
+    Input: (B, S, D), whole on every tensor rank, as for ``net``, a ``GatedMLP`` with ``entered``. Output: (B,
+    S, D), partial over the tensor ranks.
+    """
+
+    gate: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        net: GatedMLP,
+        *,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__(state)
+        self.net = net
+        initial = initial or Uniform(1 / sqrt(hidden_size))
+        # It multiplies a term of a sum, so its gradient is one, too.
+        self.declare("gate", (1, hidden_size), partial=("tensor",), initial=initial)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the gated output of ``net``, of the shape of ``x``."""
+        y_BSD: Tensor = self.net(x_BSD)
+        return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD
 
 
 class MoE(nn.Module):
@@ -65,35 +82,3 @@ class MoE(nn.Module):
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(whole_BSD)
         return leave_tensor(y_BSD, self.state)
-
-
-class GatedShared(DeclaredModule):
-    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE).
-
-    Input: (B, S, D), whole on every tensor rank, as for ``net``, a ``GatedMLP`` with ``entered``. Output: (B,
-    S, D), partial over the tensor ranks.
-    """
-
-    gate: nn.Parameter
-
-    def __init__(
-        self,
-        hidden_size: int,
-        net: GatedMLP,
-        *,
-        initial: Initial | None = None,
-        state: ParallelState | None = None,
-    ) -> None:
-        super().__init__()
-        self.net, self.state = net, alone_or(state)
-        # It multiplies a term of a sum, so its gradient is one, too.
-        partial = ("tensor",) if self.state.tensor.size > 1 else ()
-        initial = initial or Uniform(1 / sqrt(hidden_size))
-        declare_parameter(
-            self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), self.state
-        )
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the gated output of ``net``, of the shape of ``x``."""
-        y_BSD: Tensor = self.net(x_BSD)
-        return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD

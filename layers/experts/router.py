@@ -3,30 +3,16 @@
 B batch  S sequence  D hidden  E experts  K experts a token  G groups of experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import replace
 from math import nan, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BUFFER_DTYPE,
-    BadInput,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declare_parameter,
-    engine,
-    local,
-)
+from ...parallel_state import BUFFER_DTYPE, BadInput, DeclaredModule, ParallelState, engine, local
+from ...parallel_state.initial_weights import Initial, Uniform
 from ..autocast import without_autocast
 
 
@@ -77,7 +63,7 @@ class TopKRouter(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         _check(num_experts, top_k, score, groups, groups_kept)
         self.num_experts, self.top_k, self.score = num_experts, top_k, score
         self.normalize, self.scale, self.groups, self.groups_kept = normalize, scale, groups, groups_kept
@@ -85,18 +71,16 @@ class TopKRouter(DeclaredModule):
         #: The weight of a row's losses; ``None``: one over the rows of the call.
         self.row_scale: float | None = None
         self.tally = Tally(num_experts)
-        self.state = alone_or(state)
-        partial = ("tensor",) if self.state.tensor.size > 1 else ()
-        stated = Declaration(
-            (num_experts, hidden_size), partial=partial, initial=initial or Uniform(1 / sqrt(hidden_size))
-        )
-        declare_parameter(self, "weight", stated, self.state)
-        correction = Declaration((num_experts,), buffer=True) if bias_corrected else None
-        declare_parameter(self, "bias", correction, self.state)
-        of_logits = replace(stated, shape=(num_experts,)) if biased else None
-        declare_parameter(self, "logit_bias", of_logits, self.state)
+        partial, initial = ("tensor",), initial or Uniform(1 / sqrt(hidden_size))
+        self.declare("weight", (num_experts, hidden_size), partial=partial, initial=initial)
+        for name in ("bias", "logit_bias"):
+            self.register_parameter(name, None)
+        if bias_corrected:
+            self.declare("bias", (num_experts,), buffer=True)
+        if biased:
+            self.declare("logit_bias", (num_experts,), partial=partial, initial=initial)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the router to another device or dtype; the bias stays in fp32 without rounding."""
         before = None if self.bias is None else self.bias.detach()
         super()._apply(fn, recurse)
@@ -148,20 +132,18 @@ class TopKRouter(DeclaredModule):
         z = logits_BSE.logsumexp(-1).square().sum() / length
         loss, balance = z * self.z_loss, torch.full_like(z, nan)
         if state.layout.context == 1 or self.balance or self.bias is not None:
-            balance = self._balance(counts_BE, scores_BSE, length)
+            total_BE = counts_BE
+            if state.layout.context > 1:
+                total_BE = engine.all_reduce(counts_BE, state.context.group)
+            softmax = self.score == "softmax"
+            shares_BSE = scores_BSE if softmax else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+            balance = (total_BE * shares_BSE.sum(1)).sum() * (self.num_experts / length**2)
             loss = balance * self.balance + loss
         losses = torch.stack([balance, z, torch.full_like(z, rows / state.layout.context)])
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
         loss = loss * (each * float(state.counts_here))
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
-
-    def _balance(self, counts_BE: Tensor, scores_BSE: Tensor, length: int) -> Tensor:
-        """Return the balance loss, summed over the rows; over context ranks they add up their counts."""
-        if self.state.layout.context > 1:
-            counts_BE = engine.all_reduce(counts_BE, self.state.context.group)
-        shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
-        return (counts_BE * shares_BSE.sum(1)).sum() * (self.num_experts / length**2)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or
+from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform
 from ..mlp import activation
 from ..parallel_linear import OutputPart, cut_units, declare_part
 from .runs import Runs, recomputed
 
 
 class CausalConvolution(DeclaredModule):
-    """Apply ``nn.Conv1d`` with one filter a channel to tokens of the same document, up to the token itself,
-    and then ``act``.
+    """Apply ``nn.Conv1d``, one filter a channel, to a document's tokens up to each itself, then ``act``.
 
     ``channels``: number of channels of each input, by name, as in ``ColumnParallelLinear``: ``unit`` and
     ``shared`` mean the same here, so that it takes such a layer's outputs. The parameters are
@@ -40,9 +39,8 @@ class CausalConvolution(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.kernel_size, self.state = kernel_size, alone_or(state)
-        self.act = activation(act)
+        super().__init__(state)
+        self.kernel_size, self.act = kernel_size, activation(act)
         initial = initial or Uniform(kernel_size**-0.5)
         self.parts: list[OutputPart] = []
         for name, count in channels.items():

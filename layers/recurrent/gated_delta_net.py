@@ -3,25 +3,14 @@
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    BadInput,
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    LogUniform,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import BadInput, Cut, DeclaredModule, ParallelState, local
+from ...parallel_state.initial_weights import Constant, Initial, LogUniform
 from ..attention.inputs import AttentionInputs
 from ..collectives import enter_tensor
 from ..norm import RMSNorm
@@ -40,8 +29,7 @@ class GatedDeltaNet(DeclaredModule):
 
     Parameters: the products ``qkvz`` (queries, keys, values, output gate) and ``ba`` (write strength, decay),
     ``conv`` over queries, keys and values, ``A_log`` and ``dt_bias`` a value head, ``norm``, ``out``. The
-    rule itself is plain torch in chunks of 64 tokens on every device; backward computes it again. Source:
-    Yang et al. 2024.
+    rule is plain torch in chunks of 64 tokens on any device; backward repeats it. Source: Yang et al. 2024.
     """
 
     #: ``torch.compile`` mistakes how the output of the triangular solver lies in memory.
@@ -64,39 +52,25 @@ class GatedDeltaNet(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         if value_heads % key_heads:
             expected = f"a multiple of key_heads={key_heads}"
             raise BadInput("GatedDeltaNet", "value_heads", expected=expected, found=value_heads)
-        self.state, self.key_dim, self.value_dim = alone_or(state), key_dim, value_dim
+        self.key_dim, self.value_dim = key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}
+        alike: dict[str, Any] = {"initial": initial, "state": state}
+        entered, heads = alike | {"bias": False, "entered": True}, Cut(0, unit=value_heads // key_heads)
         self.qkvz = ColumnParallelLinear(
-            hidden_size,
-            widths | {"z": widths["v"]},
-            bias=False,
-            unit=units | {"z": units["v"]},
-            entered=True,
-            initial=initial,
-            state=state,
+            hidden_size, widths | {"z": widths["v"]}, unit=units | {"z": units["v"]}, **entered
         )
-        self.ba = ColumnParallelLinear(
-            hidden_size,
-            {"b": value_heads, "a": value_heads},
-            bias=False,
-            unit=value_heads // key_heads,
-            entered=True,
-            initial=initial,
-            state=state,
-        )
-        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, initial=initial, state=state)
-        heads = Declaration((value_heads,), Cut(0, unit=value_heads // key_heads))
+        ba = {"b": value_heads, "a": value_heads}
+        self.ba = ColumnParallelLinear(hidden_size, ba, unit=heads.unit, **entered)
+        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, **alike)
         for name, start in (("A_log", LogUniform(0.01, 16.0)), ("dt_bias", Constant(1.0))):
-            declare_parameter(self, name, replace(heads, initial=start), self.state)
+            self.declare(name, (value_heads,), heads, initial=start)
         self.norm = RMSNorm(value_dim, eps, heads=True, state=state)
-        self.out = RowParallelLinear(
-            widths["v"], hidden_size, bias=False, unit=units["v"], initial=initial, state=state
-        )
+        self.out = RowParallelLinear(widths["v"], hidden_size, bias=False, unit=units["v"], **alike)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the delta net of ``x``, of the same shape."""

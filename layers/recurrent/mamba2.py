@@ -3,25 +3,14 @@
 B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
 """
 
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    LogUniform,
-    ParallelState,
-    alone_or,
-    declare_parameter,
-    local,
-)
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, LogUniform, ParallelState, local
 from ..attention.inputs import AttentionInputs
 from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
@@ -64,42 +53,23 @@ class Mamba2(DeclaredModule):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        self.state, self.head_dim, self.state_dim = alone_or(state), head_dim, state_dim
+        super().__init__(state)
+        self.head_dim, self.state_dim = head_dim, state_dim
         self.groups = HeadGroups(heads, groups, self.state)
         mixed = {"x": heads * head_dim, "B": groups * state_dim, "C": groups * state_dim}
         units = {"x": head_dim, "B": state_dim, "C": state_dim}
-        self.inner = ColumnParallelLinear(
-            hidden_size,
-            {"z": mixed["x"], **mixed, "dt": heads},
-            bias,
-            unit={"z": head_dim, **units, "dt": 1},
-            shared=("B", "C"),
-            initial=initial,
-            state=state,
-        )
+        alike: dict[str, Any] = {"initial": initial, "state": state}
+        widths, inner = {"z": mixed["x"], **mixed, "dt": heads}, {"z": head_dim, **units, "dt": 1}
+        shared = ("B", "C")
+        self.inner = ColumnParallelLinear(hidden_size, widths, bias, unit=inner, shared=shared, **alike)
         self.conv = CausalConvolution(
-            mixed,
-            kernel_size,
-            act=act,
-            bias=conv_bias,
-            unit=units,
-            shared=("B", "C"),
-            initial=initial,
-            state=state,
+            mixed, kernel_size, act=act, bias=conv_bias, unit=units, shared=shared, **alike
         )
-        each = Declaration((heads,), Cut(0))
-        starts: dict[str, Initial] = {
-            "A_log": LogUniform(1.0, 16.0),
-            "dt_bias": Constant(1.0),
-            "D": Constant(1.0),
-        }
-        for name, start in starts.items():
-            declare_parameter(self, name, replace(each, initial=start), self.state)
+        ones = Constant(1.0)
+        for name, start in (("A_log", LogUniform(1.0, 16.0)), ("dt_bias", ones), ("D", ones)):
+            self.declare(name, (heads,), Cut(0), initial=start)
         self.norm = HeadsRMSNorm(heads, head_dim, eps, groups=groups, state=state)
-        self.out = RowParallelLinear(
-            mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state
-        )
+        self.out = RowParallelLinear(mixed["x"], hidden_size, bias, unit=head_dim, **alike)
 
     @property
     def one_graph(self) -> bool:

@@ -4,8 +4,7 @@ On one context rank a row is one run. Over c context ranks a rank holds two chun
 ``context_chunks``), and so two runs. Before a run, a recurrence needs the state after all earlier tokens of
 the row. The new state is a linear map of this state. So each rank first computes the maps of its own runs,
 without knowing the states before them. Then all ranks gather the maps, and each rank combines the maps of the
-earlier runs. In this way the ranks compute at the same time, and they send maps of a state's size, not
-tokens.
+earlier runs. So the ranks compute at the same time, and send maps of a state's size, not tokens.
 
 B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C channels
 """

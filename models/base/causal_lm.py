@@ -115,7 +115,7 @@ class CausalLM(nn.Module):
             x_BSD = block(x_BSD, inputs)
         if not stage.last:
             return x_BSD
-        x_BSD = self.norm(inputs.last_wanted(x_BSD))
+        x_BSD = self.norm(x_BSD if cache is None else x_BSD[:, -1:])  # with a cache the last token alone
         return self.logits(x_BSD if ahead is None else self.predict_ahead(x_BSD, ahead, inputs))
 
     def predict_ahead(self, x_BSD: Tensor, ahead_BMS: Tensor, inputs: AttentionInputs) -> Tensor:

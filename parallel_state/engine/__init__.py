@@ -3,7 +3,7 @@
 Offers collectives that ``torch.compile`` can trace, kernels, and access to FSDP's internals.
 """
 
-from . import accelerator
+from . import accelerator, supported_torch
 from .autograd_and_compiler import (
     TorchDispatchMode,
     UncompiledMode,
@@ -31,7 +31,6 @@ from .collectives import (
     reduce_scatter_start,
     ring_exchange_start,
     ring_exchange_wait,
-    work_of,
 )
 from .forward_order import ForwardOrder
 from .fully_sharded import (
@@ -67,5 +66,4 @@ from .local_tensors import (
     to_empty,
 )
 from .measuring import Waited, dump_on_timeout, group_ranks, recorded_collectives, waiting_time
-from .supported_torch import require_supported
 from .weight_gradients import compute_weight_gradients

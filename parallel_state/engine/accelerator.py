@@ -77,11 +77,13 @@ def capability(device: Device) -> tuple[int, int]:
     return (0, 0) if ask is None else ask(device)
 
 
-def has_flash_attention(device: Device) -> bool:
-    """Return whether torch's flash attention for GPUs runs there, also that over documents (``varlen``), and
-    FlexAttention has kernels that never write all scores.
-    """
-    return is_accelerator(device)
+#: Whether torch's flash attention for GPUs runs there, also that over documents (``varlen``), and
+#: FlexAttention has kernels that never write all scores.
+has_flash_attention = is_accelerator
+#: Whether a product of 16-bit numbers can be given in fp32, without rounding on the way.
+has_wide_sums = is_accelerator
+#: Whether copies from pinned memory of the host run by themselves.
+copies_from_pinned = is_accelerator
 
 
 def has_grouped_products(device: Device) -> bool:
@@ -89,19 +91,9 @@ def has_grouped_products(device: Device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def has_wide_sums(device: Device) -> bool:
-    """Return whether a product of 16-bit numbers can be given in fp32, without rounding on the way."""
-    return is_accelerator(device)
-
-
 def has_compiled_losses(device: Device) -> bool:
     """Return whether compiling the loss's arithmetic is worth its time there."""
     return is_accelerator(device) and not is_imagined(device)
-
-
-def copies_from_pinned(device: Device) -> bool:
-    """Return whether copies from pinned memory of the host run by themselves."""
-    return is_accelerator(device)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:

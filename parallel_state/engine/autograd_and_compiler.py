@@ -92,8 +92,7 @@ def backward_number() -> int | None:
 
 
 def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
-    """Return for each input of a ``torch.autograd.Function`` whether the backward that is running wants its
-    gradient.
+    """Return for each input of an autograd ``Function`` whether the backward that runs wants its gradient.
 
     ``ctx.needs_input_grad`` states what any backward may want. A schedule with a backward in two parts wants
     the gradients of activations in the first one, and those of weights in the second one.

@@ -1,6 +1,4 @@
-"""Call torch's functional collectives: they return new tensors, wait for the result, and ``torch.compile``
-traces them.
-"""
+"""Call torch's functional collectives: they return new tensors, there and traced by its compiler."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -52,9 +50,7 @@ def reduce_scatter_start(x: Tensor, dim: int, group: dist.ProcessGroup) -> Calla
 
 
 def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum ``x``, which nobody needs any more, over the ranks, in its own memory; the function that
-    is returned waits for the sum and gives it.
-    """
+    """Begin to sum ``x`` over the ranks in its own memory; the function returned waits and gives the sum."""
     # The compiler, which plans memory itself, wants the operator that returns a new tensor.
     start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
     out = start(x.contiguous(), "sum", group.group_name)
@@ -101,12 +97,6 @@ def abort_groups() -> None:
 def default_store() -> dist.Store:
     """Return the key-value store at which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
-
-
-def work_of(done: torch.futures.Future[Any]) -> Any:
-    """Return a collective's handle, as its operator returns it, that ends with ``done``."""
-    made: Any = torch._C._distributed_c10d
-    return made._create_work_from_future(done).boxed()
 
 
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:

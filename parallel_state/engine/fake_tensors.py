@@ -24,9 +24,7 @@ def make_fake(
 
 
 def view_of_fake(mode: FakeTensorMode, view: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator gives that looks into its first argument, a fake tensor, without asking
-    ``mode``.
-    """
+    """Return what an operator gives that views its first argument, a fake tensor, without ``mode``."""
     with in_kernel_invocation_manager(mode):
         made = view(*args, **kwargs)
     device = args[0].fake_device

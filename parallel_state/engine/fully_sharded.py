@@ -50,17 +50,14 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
     """
     for group in _groups(modules):
-        yield from _whole(group)
+        yield from _parameters(group, shards=False)
 
 
-def _whole(group: Any) -> Iterator[nn.Parameter]:
+def _parameters(group: Any, *, shards: bool = True) -> Iterator[nn.Parameter]:
+    if shards:
+        yield from (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
     wholes = (getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params)
-    return (whole for whole in wholes if whole is not None)
-
-
-def _parameters(group: Any) -> Iterator[nn.Parameter]:
-    yield from (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-    yield from _whole(group)
+    yield from (whole for whole in wholes if whole is not None)
 
 
 def gather_weights(modules: Iterable[FSDPModule]) -> None:
@@ -72,9 +69,7 @@ def gather_weights(modules: Iterable[FSDPModule]) -> None:
 
 @contextmanager
 def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
-    """Keep the weights of these modules as they are meanwhile, whatever FSDP's hooks ask for: what is whole
-    stays whole, and nothing is gathered.
-    """
+    """Keep these modules' weights as they are meanwhile: FSDP's hooks neither gather nor free them."""
 
     def do_nothing(async_op: bool = False) -> None:
         """Stand in for two methods of FSDP's group."""
@@ -128,8 +123,7 @@ def watched(
 @contextmanager
 def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
     """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
-    ``reduce_scatter``, while the ``with`` block runs: FSDP's copies before and after, and the wait for late
-    ranks, included.
+    ``reduce_scatter``, while the block runs: with FSDP's copies and the wait for late ranks.
     """
     spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
 
@@ -280,9 +274,7 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """Yield what FSDP gathers and sums at once: one group for a module, or none if other modules hold all
-    parameters.
-    """
+    """Yield what FSDP gathers and sums at once: a module's group, if it holds parameters itself."""
     for module in modules:
         state = cast(Any, module)._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12

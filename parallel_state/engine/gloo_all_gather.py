@@ -6,8 +6,7 @@ inside the string object, and nothing happens. ``ALLGATHER_COALESCED``, with 19,
 threads write at once, they free memory twice or write to freed memory. The process ends later, anywhere, with
 "malloc(): unaligned tcache chunk detected", "double free" or SIGSEGV. ``all_gather_into_tensor`` of torch's
 functional collectives, with and without ``_coalesced``, is of this kind; its variant with ``out`` is an
-``ALLGATHER``. One thread a group would help too, but on two busy cores a small all-reduce then took five
-times as long.
+``ALLGATHER``. With one thread a group a small all-reduce took five times as long on two busy cores.
 """
 
 from collections.abc import Sequence

@@ -50,10 +50,9 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
 
         return wait
 
-    places: list[tuple[Any, str]] = [
-        (dist.Work, "wait"),
-        *([] if compiled else [(collectives, "wait_tensor")]),
-    ]
+    places: list[tuple[Any, str]] = [(dist.Work, "wait")]
+    if not compiled:
+        places.append((collectives, "wait_tensor"))
     before = [getattr(owner, name) for owner, name in places]
     try:
         for (owner, name), call in zip(places, before, strict=True):
@@ -84,8 +83,7 @@ def recorded_collectives() -> dict[str, str]:
 @contextmanager
 def dump_on_timeout(prefix: str) -> Iterator[None]:
     """Let NCCL's watchdog, which ends the process when a collective times out, first write its records to
-    ``prefix`` and the rank's number. The block begins before the process group is made. What the user has set
-    stays.
+    ``prefix`` and the rank's number. It begins before the process group is made. What is set stays.
     """
     stated = {_DUMP_PLACE: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     ours = stated.keys() - os.environ.keys()

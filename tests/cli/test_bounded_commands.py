@@ -17,13 +17,13 @@ from trilith.cli.shared import quickstart
 from trilith.cli.shared.options import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.parallel_state import BadInput, Layout, check_workers
+from trilith.parallel_state import BadInput, Layout
 from trilith.pipeline import layout_of, timetable
 from trilith.pipeline.schedule_actions import MOST_FORWARDS, ORDERS
 from trilith.ranks import processes
 from trilith.runs import launch
 from trilith.runs.launch import check_local
-from trilith.system import most_at_once
+from trilith.system import check_workers, most_at_once
 from trilith.testing import run_fresh, run_parallel
 
 #: Of each option that multiplies work, one number that no machine takes. Options that bound work by

@@ -17,7 +17,6 @@ from trilith.layers import (
     AttentionInputs,
     AttentionScope,
     alibi_slopes,
-    attention_backends,
     causal_attention,
     compile_blocks,
 )
@@ -144,7 +143,7 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
         state = ParallelState(Layout(), 0)  # which has no answers yet
         with nullcontext() if taken else pytest.warns(UserWarning, match="attention over documents on cpu"):
-            chosen = attention_backends({"": call}, "auto", state)[""]
+            chosen = kernel_checks.checked_backend(call, "auto", state.device, state)
         assert chosen == choose_backend(call) == ("varlen" if taken else "sdpa")
         assert choose_backend(replace(call, width=32)) == "varlen"  # heads that were not tried
 

@@ -11,10 +11,11 @@ from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_
 from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
-from trilith.layers.attention.ring_and_gathered_attention import Block, ContextScope
+from trilith.layers.attention.ring_and_gathered_attention import ContextScope
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
+SETTINGS = BlockAttentionOptions(1.0, False)
 _sizes = st.sampled_from([2, 3, 4, 8])
 
 
@@ -38,7 +39,9 @@ def work(scope, size, chunk):
     """Count the pairs of query and key that a rank computes with each rank's keys."""
     half = chunk * (chunk + 1) // 2
     return [
-        sum(half if block.causal else chunk * chunk for block in scope.blocks(source, chunk))
+        sum(
+            half if options.causal else chunk * chunk for *_, options in scope.blocks(source, chunk, SETTINGS)
+        )
         for source in range(size)
     ]
 
@@ -69,22 +72,23 @@ def test_blocks_and_masks_are_what_the_whole_mask_says(size, chunk, data):
         found = torch.zeros(2, 1, 2 * chunk, length, dtype=torch.bool)
         for source, other in enumerate(ranks(size)):
             keys = token_places(2 * chunk, other)
-            for block in scope.blocks(source, chunk):
-                seen = scope.mask(block, chunk)
+            for rows, key_rows, options in scope.blocks(source, chunk, SETTINGS):
+                seen = options.mask
                 if seen is None:
                     seen = torch.ones(chunk, chunk, dtype=torch.bool)
-                    seen = seen.tril() if block.causal else seen
-                columns = keys[block.key * chunk : (block.key + 1) * chunk]
-                found[:, :, block.query * chunk : (block.query + 1) * chunk, columns] = seen
+                    seen = seen.tril() if options.causal else seen
+                found[:, :, rows, keys[key_rows]] = seen
         assert torch.equal(found, whole[:, :, token_places(2 * chunk, state)])
 
 
 def test_a_window_leaves_out_the_blocks_before_it():
     state = ranks(4)[3]  # chunks 3 and 4 of 8
     scope = ContextScope(token_places(16, state), window=9, state=state)
-    found = {source: [*scope.blocks(source, 8)] for source in range(4)}
+    found = {source: [*scope.blocks(source, 8, SETTINGS)] for source in range(4)}
     assert found[0] == [] and found[1] == [], "chunks 0, 7 and 1, 6"
-    assert found[2] == [Block(0, 0, False, 16)], "chunk 3 begins to see in the middle of chunk 2"
+    ((rows, key_rows, options),) = found[2]
+    assert (rows, key_rows, options.causal) == (slice(0, 8), slice(0, 8), False)
+    assert options.mask is not None, "chunk 3 begins to see in the middle of chunk 2"
     assert len(found[3]) == 3
 
 
@@ -140,8 +144,12 @@ def test_a_block_is_attention_with_its_gradients(kind, at_once, monkeypatch):
 
 def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
     """Each width and dtype of heads is tried, with as many keys as queries and with more."""
-    q, right = torch.empty(1, 1, 4, 64), blocks.engine.flash_attention_backward
-    assert ContextScope(None, state=ranks(2)[0]).fused(q)
+    right = blocks.engine.flash_attention_backward
+
+    def fused(state, width=64):
+        return kernel_checks.is_right("blocks", torch.device("cpu"), torch.float32, width, state)
+
+    assert fused(ranks(2)[0])
     monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
     for dim, size in ((3, 64), (2, 96)):
 
@@ -150,12 +158,12 @@ def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
             return dq, dk * 1.01 if dk.shape[dim] == size else dk, dv
 
         monkeypatch.setattr(blocks.engine, "flash_attention_backward", wrong)
-        scope = ContextScope(None, state=ranks(2)[0])
+        state = ranks(2)[0]
         with pytest.warns(UserWarning, match=r"fused attention on cpu .* of 64 in float32: .* of 1\.0e-02"):
-            assert not scope.fused(q)
-        assert not scope.fused(q)  # nor is it tried again
+            assert not fused(state)
+        assert not fused(state)  # nor is it tried again
     monkeypatch.setattr(blocks.engine, "flash_attention_backward", right)
-    assert scope.fused(q, 32) and not scope.fused(q)
+    assert fused(state, 32) and not fused(state)
 
 
 def votes(layout):

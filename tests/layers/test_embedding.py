@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers import (
-    PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
     default_positions,
@@ -51,14 +50,6 @@ def test_padding_starts_at_zero_E4(layer):
     weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
     assert weight.shape == (256, 6) and layer(*sizes).weight.shape == (130, 6), "one device has none"
     assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
-
-
-def test_positions_are_added():
-    layer = PositionEmbedding(16, 6)
-    x = torch.randn(2, 8, 6)
-    assert torch.equal(layer(x, torch.arange(8)), x + layer.weight[:8])
-    both = torch.stack((torch.arange(8), torch.arange(8, 16)))
-    assert torch.equal(layer(x, both)[1], x[1] + layer.weight[8:])
 
 
 def test_default_positions_are_those_of_the_whole_sequence():

@@ -33,16 +33,6 @@ def test_the_repr_shows_whole_and_local_sizes():
     assert "in_features=8, out_features=16, here=(4, 8)" in repr(ColumnParallelLinear(8, 16, state=state))
 
 
-def bias_sum():
-    state = ParallelState.start(Layout.of(tensor=2))
-    layer = RowParallelLinear(4, 3, state=state)
-    return float(layer(torch.zeros(1, 2)).sum() - layer.bias.to_local().sum())
-
-
-def test_the_bias_is_added_once_whatever_the_ranks():
-    assert run_parallel(bias_sum, 2) == [0.0, 0.0]
-
-
 LAYOUTS = [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)]
 
 

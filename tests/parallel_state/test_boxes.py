@@ -60,11 +60,6 @@ def test_narrow_counts_from_the_boxs_own_start(box, dim, data):
     assert torch.equal(whole[box.narrow(dim, start, stop).slices], wanted)
 
 
-def test_a_scalar_has_one_element_and_no_dims():
-    box = Box.whole(())
-    assert (box.size, box.shape, box.intersect(box)) == (1, (), box)
-
-
 @given(st.integers(1, 12), st.integers(1, 8))
 def test_a_rank_needs_every_unit_that_its_equal_share_touches(units, size):
     """A share consists of units cut into ``size`` pieces each: then every rank has ``units`` whole pieces."""

@@ -85,13 +85,6 @@ def test_boxes_are_what_chunk_gives(layout, data):
         assert torch.equal(whole[stated.shard_box(layout, at).slices], shard)
 
 
-def test_eight_rows_over_64_ranks_leave_56_of_them_empty():
-    layout = Layout.of(data=64, zero=3)
-    router = Declaration((8, 5))
-    boxes = [router.shard_box(layout, at) for at in layout.places()]
-    assert [box.shape for box in boxes] == [(1, 5)] * 8 + [(0, 5)] * 56
-
-
 def test_padding_rows_belong_to_no_true_part():
     layout = Layout.of(tensor=4)
     vocabulary = Declaration((130, 3), cut=Cut(0), multiple=512)

@@ -1,7 +1,5 @@
 """Check where each rank stands: one to one, in Megatron's order; bad numbers are refused."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,15 +35,6 @@ def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
     assert steps == {"tensor": 1, "context": 2, "data_shard": 4, "data_replicate": 8, "pipeline": 16}
     assert layout.world == 32 and layout.data == 4
     layout.check_world(32)
-
-
-def test_megatron_order_of_eight_ranks():
-    """The groups that Megatron-LM's documentation gives for tensor 2, data 2, pipeline 2."""
-    layout = Layout.of(tensor=2, data=2, pipeline=2)
-    assert [layout.rank(Coordinates(tensor=tensor)) for tensor in range(2)] == [0, 1]
-    assert [layout.rank(Coordinates(data_replicate=data)) for data in range(2)] == [0, 2]
-    third = layout.coordinates(3)
-    assert [layout.rank(replace(third, pipeline=pipeline)) for pipeline in range(2)] == [3, 7]
 
 
 def test_a_rank_of_16384_is_found_without_listing_them():

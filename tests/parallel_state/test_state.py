@@ -31,7 +31,7 @@ def test_another_torch_than_the_packages_range_is_refused():
     assert {*pinned.removeprefix("torch").split(",")} == {f">={since}", f"<{before}"}
     for version in ("2.10.1", f"{before}.0", "3.0"):
         with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.13"):
-            engine.require_supported(version)
+            engine.supported_torch.require_supported(version)
 
 
 def test_405b_is_planned_on_the_meta_device_without_processes():

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from trilith.parallel_state import engine
 from trilith.parallel_state.engine import tensors_in
 
 _library: torch.library.Library | None = None
@@ -67,7 +66,8 @@ def _receive(tensors: Sequence[Tensor], *args: Any) -> Any:
             cast(Any, done).set_exception(error)  # whatever it is, it belongs to the one who waits
 
     threading.Thread(target=finish, daemon=True).start()
-    return engine.work_of(done)
+    made: Any = torch._C._distributed_c10d
+    return made._create_work_from_future(done).boxed()  # a handle, as the operator returns it
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

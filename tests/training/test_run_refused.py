@@ -15,7 +15,7 @@ from support.token_files import write_token_file
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import BadInput, ParallelState, local_work
+from trilith.parallel_state import BadInput, ParallelState, host_memory
 from trilith.planner.dry_run import rank_plan
 from trilith.planner.search import fit
 from trilith.recipes.recipe import parse_recipe
@@ -254,9 +254,9 @@ def test_cpu_ranks_that_cannot_fit_the_host_are_refused_to_the_byte(tmp_path, mo
     weights = [rank.stored if small.layout.zero == 3 else rank.parameters for rank in ranks]
     need = 8 * (sum(weights) + (-1 if changes else 3) * sum(rank.trained for rank in ranks))  # not of LoRA
     for free in need, None:
-        monkeypatch.setattr(local_work, "memory_available", lambda swap, free=free: free)
+        monkeypatch.setattr(host_memory, "memory_available", lambda swap, free=free: free)
         check_memory(small, planned)
-    monkeypatch.setattr(local_work, "memory_available", lambda swap: need - 1)
+    monkeypatch.setattr(host_memory, "memory_available", lambda swap: need - 1)
     with pytest.raises(BadInput, match=f"at least .* GB for {small.layout.world} ranks: weights"):
         check_memory(small, planned)
     check_memory(small.on("cuda"), planned)

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...parallel_state import BadInput
-from ...parallel_state.user_errors import asked, refused
 from ...storage.small_files import read_text
 from ...system import visible
+from ...system.user_errors import asked, refused
 
 
 class OwnCode(NamedTuple):

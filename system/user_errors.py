@@ -4,8 +4,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..system import visible
-from ..system.errors import BadInput
+from . import visible
+from .errors import BadInput
 
 #: This package: no code of its files is the user's.
 PACKAGE = __name__.partition(".")[0]
@@ -31,9 +31,7 @@ def asked(ask: Any, key: str, expected: str) -> Any:
 
 
 def line_of_user(trace: TracebackType | None) -> str:
-    """Return the innermost place of a traceback that is not in Python's library, torch or this package; maybe
-    none.
-    """
+    """Return a traceback's innermost place outside Python's library, torch and this package, if any."""
     place = ""
     while trace is not None:
         package = package_of(trace.tb_frame)
