@@ -39,7 +39,7 @@ def plans_of(case: Case, *, sends: bool, holds: bool) -> list[RankPlan]:
     vocabulary = int(case.config["vocab_size"])
     padded = holds and padded_vocabulary(vocabulary, case.layout.tensor) > vocabulary
 
-    def pieces(model: CausalLM, state: ParallelState, among: None) -> ModelPieces:
+    def pieces(model: CausalLM, state: ParallelState) -> ModelPieces:
         return shared_pieces((built, state.at.tensor if padded else None), model, state)
 
     with patch("trilith.planner.sampled_model.ModelPieces", pieces):
@@ -96,7 +96,7 @@ def added(collectives: Iterable[Traffic]) -> Totals:
 _TRACED: dict[object, dict[object, Piece]] = {}
 
 
-def shared_pieces(alike: object, model: CausalLM, state: ParallelState, among: None = None) -> ModelPieces:
+def shared_pieces(alike: object, model: CausalLM, state: ParallelState) -> ModelPieces:
     """Return pieces that remember the traces of others: of models built alike and cut into equal blocks."""
     pieces = ModelPieces(model, state)
     pieces._known = _TRACED.setdefault((alike, state.layout.block_cut), {})
