@@ -188,7 +188,7 @@ class Product:
 
 def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
     """Return the product for each tensor of the base that the adapters change, by Hugging Face's names."""
-    by_name = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
+    by_name = {site.stored: Product(site.name, site.name) for site in family.sites(config)}
     for stack in family.stacks(config):
         if not stack.files:
             product = Product(stack.name, stack.holder, None, stack.experts, transposed=stack.transposed)

@@ -230,7 +230,7 @@ def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
         missing.append(
             f"adapters: no {recipe.lora.init_from}: counted as r={lora.r} on {lora.target_modules}"
         )
-    family = adapted(planned.family, lora)
+    family, _ = adapted(planned.family, lora).of_trained(planned.config)
     family.check(planned.config, "recipe: lora")
     return replace(planned, family=family, loss_chunk=loss_chunk_of(recipe, planned.config)), missing
 

@@ -20,9 +20,14 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     Its fingerprint is taken on the first rank, and ``agree_on_weights`` tells the others. Raises ``BadInput``
     for targets that the model does not have.
     """
-    family = adapted(base.family, recipe_shape(lora, base))
+    stated = adapted(base.family, recipe_shape(lora, base))
+    family, idle = stated.of_trained(base.model_config)
     if lora.init_from is None:
         family.check(base.model_config, "recipe: lora")
+    elif idle:
+        expected = "adapters of modules that a loss of tokens reads"
+        todo = "`trilith merge-lora` adds such adapters to the weights"
+        raise BadInput("recipe", "lora.init_from", expected=expected, found=idle[0], todo=todo)
     return family, stored_adapter(family, base, whole=own_rank() == 0)
 
 

@@ -1,9 +1,10 @@
 """Define a family with LoRA: the base is frozen; only the adapters are trained, saved and exchanged."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -97,10 +98,10 @@ class AdaptedFamily(Family):
         targeted = tuple(site for site in all_sites if lora.targets(site.name))
         if not lora.all_linear:
             _check_no_experts(self, config)
-            known = {site.name for site in all_sites}
+            known = {site.stored for site in all_sites}
             for name in self.base.links(config)[1]:
                 module = name.removesuffix(".weight")
-                if name.endswith(".weight") and module not in known and lora.targets(module):
+                if name.endswith(".weight") and name not in known and lora.targets(module):
                     others = "LoRA on embeddings, norms, routers and the output layer is not supported"
                     expected = f"linears of the blocks: {others}"
                     raise BadInput("lora", "target_modules", expected=expected, found=module)
@@ -111,6 +112,23 @@ class AdaptedFamily(Family):
             expected = f"targets among {leaves(all_sites)}"
             raise BadInput("lora", "target_modules", expected=expected, found=repr(lora.target_modules))
         return targeted
+
+    def of_trained(self, config: ModelConfig) -> tuple[Self, list[str]]:
+        """Return the family without adapters of what no loss of tokens reads, such as an image encoder's, and
+        the names of the modules that had them.
+        """
+        still = {name.rpartition(".")[0] for name in self.base.untrained(config)}
+        idle = [
+            site.name
+            for site in (self.sites(config) if still else ())
+            if still & {site.layer, *(f"{site.layer}.{output}" for output in site.outputs)}
+        ]
+        excluded = self.lora.exclude_modules or ()
+        wider: str | tuple[str, ...] = (*excluded, *idle)
+        if isinstance(excluded, str):
+            wider = "|".join([f"(?:{excluded})", *map(re.escape, idle)])
+        lora = self.lora.model_copy(update={"exclude_modules": wider})
+        return replace(self, lora=lora) if idle else self, idle
 
     def check(self, config: ModelConfig, where: str) -> None:
         """Refuse targets that match nothing in this model, and blocks that it does not have."""

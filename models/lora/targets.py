@@ -1,7 +1,8 @@
 """Find the places for adapters, linear layers and stacks of experts, by Hugging Face's names."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 
@@ -19,8 +20,9 @@ PEFT_PREFIX = "base_model.model."
 class Site:
     """Describe a linear layer of Hugging Face's model and the products of the trilith linear that make it up.
 
-    ``layer``: name of trilith's linear. ``outputs``: its products that Hugging Face stores as one (none: the
-    layer is one product). ``parts``: pieces of these: module, rows, and where they begin in the whole.
+    ``name``: as transformers' module and PEFT have it. ``layer``: name of trilith's linear. ``outputs``: its
+    products that Hugging Face stores as one (none: the layer is one product). ``parts``: pieces of these:
+    module, rows, and where they begin in the whole. ``stored``: name of its weight in Hugging Face's files.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Site:
     outputs: tuple[str, ...]
     parts: tuple[tuple[str, tuple[int, int], int], ...]
     in_features: int
+    stored: str
 
     @property
     def inner(self) -> str:
@@ -120,7 +123,7 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
     links: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
         links.setdefault(link.hf, []).append(link)
-    sites = []
+    sites = list[Site]()
     for name, those in links.items():
         modules = [link.ours.removesuffix(".weight") for link in those]
         owners = {module if module in layers else module.rpartition(".")[0] for module in modules}
@@ -133,8 +136,12 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
         )
         products, width = dict.fromkeys(modules), those[0].ours_box.shape[1]
         outputs = tuple(module.removeprefix(f"{layer}.") for module in products if module != layer)
-        sites.append(Site(name.removesuffix(".weight"), layer, outputs, parts, width))
-    return tuple(sites)
+        sites.append(Site(name.removesuffix(".weight"), layer, outputs, parts, width, name))
+    if not family.adopted:
+        return tuple(sites)
+    # Their modules keep transformers' names, which files may have otherwise.
+    tensors = Counter(site.layer for site in sites)
+    return tuple(replace(site, name=site.layer) if tensors[site.layer] == 1 else site for site in sites)
 
 
 def leaves(sites: Iterable[Site]) -> str:

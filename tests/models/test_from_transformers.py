@@ -44,6 +44,8 @@ from trilith.planner.search.request import request_of
 from trilith.planner.time import machine_named
 from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import LoraSection
+from trilith.training.lora import plan_adapters
 from trilith.training.run_plan import plan
 
 pytestmark = of_proved_transformers
@@ -297,6 +299,36 @@ def test_first_values_follow_transformers_laws():
         assert abs(float(ours.mean() - parameter.mean())) < 0.01, name
         assert float(ours.std()) == pytest.approx(float(parameter.std()), rel=0.2, abs=1e-6), name
     assert OWN not in {declaration.initial for declaration in declarations(model).values()}
+
+
+@pytest.mark.parametrize("excluded", [None, ("q_proj",), ".*q_proj"], ids=str)
+def test_adapters_pass_over_what_is_not_trained(excluded, tmp_path):
+    made, config, model = built("gemma3")
+    plain(config, made, model).save_pretrained(tmp_path / "hf")
+    base = read_source(tmp_path / "hf")
+    family, _ = plan_adapters(LoraSection(r=2, exclude_modules=excluded), base)
+    names = {site.name for site in family.sites(config)}
+    assert names and not any("vision" in name for name in names)
+    assert any(name.endswith("q_proj") for name in names) == (excluded is None)
+
+
+def test_adapters_of_an_image_encoder_are_merged_and_not_trained(tmp_path):
+    """PEFT names them by transformers' modules, which Gemma 3's files call otherwise."""
+    from peft import LoraConfig, get_peft_model
+
+    made, config, model = built("gemma3")
+    theirs = plain(config, made, model)
+    theirs.save_pretrained(tmp_path / "hf")
+    shape = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(theirs, shape)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(BadInput, match=r"lora\.init_from: expected adapters of modules"):
+        plan_adapters(LoraSection(init_from=str(tmp_path / "adapter")), read_source(tmp_path / "hf"))
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
+    assert run(["merge-lora", *(str(tmp_path / name) for name in ("hf", "adapter", "merged"))]) == 0
+    expected, merged = (read_source(tmp_path / name).hf for name in ("expected", "merged"))
+    assert expected.keys() == merged.keys()
+    assert all(torch.allclose(merged[name].read(), tensor.read()) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
