@@ -302,6 +302,7 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     kind, raw = str(raw["model_type"]), implemented_by(raw, "transformers")
     made, row, state = family(kind), Row(kind), ParallelState.alone()
     config, given = made.from_hf(raw), batch()
+    made.links(config)  # which refuses rules for files that keep no boxes
     size = sum(parameter.numel() for parameter in made.on_meta(config).parameters())
     assert size < MOST, f"its config here is not tiny: {size:,} parameters"
     ours, step = stepped(raw, state)
