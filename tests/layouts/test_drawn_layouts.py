@@ -123,7 +123,8 @@ def recipe_of(sizes, schedule, random):
         layout["schedule"] = schedule
         if schedule.startswith("interleaved"):
             layout["virtual_stages"] = random.choice([2, 2, 3])
-        stages = layout["pipeline"] * LayoutSection.model_validate(layout).layout.virtual_stages
+        cut = {key: layout[key] for key in ("pipeline", "schedule", "virtual_stages") if key in layout}
+        stages = LayoutSection.model_validate(cut).layout.stages
         blocks = MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"]
         layout["split"] = random.choice([None, None, *cuts(blocks, stages)])
     memory = {"offload": random.random() < 0.15}

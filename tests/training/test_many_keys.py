@@ -93,7 +93,7 @@ def test_a_configuration_of_very_many_keys_is_refused_before_they_are_judged(tmp
         many = {name: many}
     (tmp_path / "config.json").write_text(json.dumps({**TINY_LLAMA, **many}))
     raw = read_json(tmp_path / "config.json")
-    monkeypatch.setattr(model_config, "_judge", never)
+    monkeypatch.setattr(model_config.ModelConfig, "_without_unread", never)
     with pytest.raises(BadInput, match=f"at most {keys.MOST_KEYS}"):
         family_of(TINY_LLAMA).from_hf(raw)
 
