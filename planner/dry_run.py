@@ -150,6 +150,7 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
+    """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
     model = _model_of(recipe, planned, work)
     parameters, costs = model.parameters(work.state, planned.split), model.costs(work, planned.split)

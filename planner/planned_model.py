@@ -59,9 +59,11 @@ class TracedModel:
         self._outputs: dict[object, list[StageOutput]] = {}
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
+        """Count the parameters of a rank."""
         return module_parameters(self._model(state, split), state)
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
+        """Return the costs of each stage of the rank of ``work``."""
         mode, interval, own = work.checkpointing, work.checkpoint_every, self._own
         key = *self._cut(work.state, split), work.batch, mode, interval
         if key not in self._costs:
@@ -159,6 +161,7 @@ def planned_model(
 
 
 def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
+    """Return what plans a user's module."""
     own = family.parts
     assert isinstance(own, OwnParts)
 

@@ -82,6 +82,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
+        """Return the error of the prediction in relation to what was reported."""
         return self.times_slower - 1
 
     @property
@@ -160,6 +161,7 @@ def corrected(comparisons: Sequence[Comparison]) -> list[float]:
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
+    """Return docs/published_runs.md."""
     errors, rest = [comparison.error for comparison in comparisons], corrected(comparisons)
     slower = [comparison.times_slower for comparison in comparisons]
     reporting = [row for row in comparisons if row.run.gibibytes]

@@ -178,6 +178,7 @@ def parts_of_module(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def count_module(state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
+    """Count the parameters of a module; see ``count_parameters``."""
     named = dict(module.named_parameters())
     return count_parameters(
         ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends

@@ -25,6 +25,7 @@ class Remedy:
 
 
 def keys_of(change: Change) -> list[str]:
+    """Return the keys of a recipe that a change sets."""
     return [text.partition("=")[0] for text in change]
 
 

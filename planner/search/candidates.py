@@ -89,6 +89,7 @@ class Cut:
 
     @property
     def layouts(self) -> int:
+        """Return the number of legal layouts with this cut."""
         return sum(map(self.layouts_of, self.flows))
 
     def layouts_of(self, flow: Flow) -> int:

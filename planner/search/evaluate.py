@@ -96,6 +96,7 @@ class Evaluator:
         return RankWalk(work, self._parameters(choice.layout, pipeline), costs)
 
     def answer(self, choice: Choice) -> Answer:
+        """Evaluate a choice as a whole."""
         memory = tuple(self.memory(choice, rank) for rank in range(choice.layout.pipeline))
         return Answer(choice, self._timer(choice).time(), memory, self.request.runtime)
 

@@ -39,6 +39,7 @@ class GenerationMemory:
 
     @property
     def total(self) -> int:
+        """Return the bytes at the worst moment."""
         return self.weights + self.cache + self.reading
 
 
@@ -108,6 +109,7 @@ class GenerationChoice:
         return self.memory.total + self.request.runtime
 
     def as_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
         request = self.request
         return {
             "model": request.name,

@@ -12,6 +12,7 @@ from .sweep import asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_war
 
 
 def make_page(search: Found) -> str:
+    """Return the page of one search."""
     request = search.request
     sentences = [asked(request), *reasons(search)]
     sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]

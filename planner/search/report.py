@@ -160,6 +160,7 @@ def as_json(search: Found) -> dict[str, Any]:
 
 
 def asked_json(request: Request) -> dict[str, Any]:
+    """Return what is planned, as plain data."""
     return {
         "model": request.name,
         "gpus": request.gpus,
@@ -206,4 +207,5 @@ def _short(seconds: float) -> str:
 
 
 def recipe_toml(search: Found) -> str:
+    """Return the recipe of the fastest layout."""
     return recipe_text(raw_recipe(search.request, search.best[0].choice), recipe_head(search))

@@ -34,6 +34,7 @@ class Tally:
         self._reasons[reason[:2]] = nearest._replace(layouts=known.layouts + reason.layouts)
 
     def include(self, other: "Tally") -> None:
+        """Count all that another tally counts."""
         for reason in other._reasons.values():
             self.add(reason)
 

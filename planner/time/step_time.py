@@ -140,6 +140,7 @@ class StepTimer:
         return longer, 0.0
 
     def time(self) -> StepTime:
+        """Predict a step."""
         layout, work, busy, with_messages = self.layout, self.work, self._busy, self._with_messages()
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
         parts = dict.fromkeys(PARTS, 0.0)
