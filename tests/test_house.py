@@ -92,7 +92,7 @@ UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "
 #: the ``found`` of an error, the other half of ``expected``.
 SAY_NOTHING = {"one", "found", "given", "said", "told", "held", "kept", "some", "every", "more", "theirs"}
 SAY_LITTLE = {"item", "result", "value", "data", "tmp", "obj", "thing"}
-MOST_SAY_NOTHING, MOST_SAY_LITTLE = 17, 320
+MOST_SAY_NOTHING, MOST_SAY_LITTLE = 15, 269
 
 #: The most lines of a file. A file holds one idea that its name says: length alone is no reason to cut it.
 LIMIT = 300

@@ -61,7 +61,7 @@ def test_several_prompts_are_a_line_of_json_each(model, tmp_path, capfd):
     file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
     found = rows(written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--batch", "2"))
     assert [row["prompt"] for row in found] == prompts
-    assert [row["prompt"] + row["text"] for row in found] == [expected(model, one) for one in prompts]
+    assert [row["prompt"] + row["text"] for row in found] == [expected(model, prompt) for prompt in prompts]
     assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
     out = tmp_path / "out.jsonl"
     assert written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""

@@ -260,3 +260,21 @@ def test_a_legal_layout_equals_one_device(ranks, number):
 )
 def test_many_legal_layouts_equal_one_device(ranks, number):
     assert_one_device_s_training(draw(ranks, SEED, number))
+
+
+def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters():
+    """The cases for which layouts are drawn come often; the same seed and number draw the same case."""
+    cases = [draw(8, 1, number) for number in range(60)]
+    layouts = [LayoutSection.model_validate(case.raw["layout"]).layout for case in cases]
+    of_three = [
+        case
+        for case, layout in zip(cases, layouts, strict=True)
+        if min(layout.pipeline, layout.data_shard, layout.data_replicate) > 1
+    ]
+    assert len(of_three) >= 10
+    assert any(case.raw["layout"]["schedule"] in IN_TWO_PARTS for case in of_three)
+    frozen = [group["match"] for case in cases for group in case.raw["optimizer"]["groups"]]
+    assert len(frozen) >= 5 and {*frozen} == {*FROZEN}
+    assert sum(case.lora is not None for case in cases) >= 5
+    assert cases[17] == draw(8, 1, 17) != draw(8, 2, 17)
+    assert len({str(case) for case in cases}) == len(cases)

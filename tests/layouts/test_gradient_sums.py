@@ -46,8 +46,8 @@ def observed_backwards(look):
     with ExitStack() as patches:
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
 
-            def run(*given, whole=getattr(DrivenStage, name), **named):
-                whole(*given, **named)
+            def run(*arguments, whole=getattr(DrivenStage, name), **named):
+                whole(*arguments, **named)
                 look()
 
             patches.enter_context(mock.patch.object(DrivenStage, name, run))

@@ -60,7 +60,9 @@ def test_1f1b_and_gpipe_by_hand():
     layout = Layout.of(pipeline=4)
     (first,) = HeldInStep("1f1b", layout, 8, 0, [10.0], [0.0], 1.0).heaviest()
     assert (first.kind, first.stage, first.messages, first.bytes) == ("B", 0, 2, 42)
-    last = {one.kind: one for one in HeldInStep("1f1b", layout, 8, 3, [10.0], [0.0], 1.0).heaviest()}
+    last = {
+        instant.kind: instant for instant in HeldInStep("1f1b", layout, 8, 3, [10.0], [0.0], 1.0).heaviest()
+    }
     assert {kind: one.bytes for kind, one in last.items()} == {"B": 11, "F": 11}
     every = HeldInStep("gpipe", layout, 8, 1, [10.0], [0.0], 1.0).heaviest()
     assert [(one.bytes, one.absent) for one in every] == [(81, (0,)), (72, ())]

@@ -156,8 +156,8 @@ def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
 def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
     words = "plan llama-3.2-1b --gpus 2 --gpu-type l40s --sequence-length 2048 --generate"
     layouts, shown = told(capsys, words)
-    assert {(one["tensor"], one["pipeline"]) for one in layouts} == {(1, 2), (2, 1)}
-    rows = [one["rows_that_fit"] for one in layouts]
+    assert {(layout["tensor"], layout["pipeline"]) for layout in layouts} == {(1, 2), (2, 1)}
+    rows = [layout["rows_that_fit"] for layout in layouts]
     assert rows == sorted(rows, reverse=True) and rows[-1] > 16 and layouts[0]["rows"] == 16
     first, *shown = shown.splitlines()
     assert first.startswith("llama-3.2-1b on l40s") and "GB of the rank that needs most" in first
