@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage
-from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize
+from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize, local
+from ...parallel_state.engine import is_sharded
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family
@@ -25,7 +26,7 @@ from .attention import carrier
 from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place, why_not
 from .cut import Cutter
 from .files import file_links
-from .layers import StageEnd, StandIn, around_blocks, without_sequence
+from .layers import Lookup, StageEnd, StandIn, around_blocks, without_sequence
 from .probe import on_meta, probed
 
 
@@ -108,6 +109,10 @@ class Adopted(CausalLM):
             width = self.hf.get_input_embeddings().embedding_dim
             named["inputs_embeds"] = x.new_zeros(len(x), length, width)
         with ExitStack() as places:
+            # Gemma 4's code reads a row of its embedding itself; FSDP gives it one that is no DTensor.
+            for module in () if is_sharded(self) else self.modules():
+                if isinstance(module, Lookup):
+                    places.enter_context(patch.dict(vars(module), weight=local(module.weight)))
             for modules, stand_ins in [*self._stand_ins(stage, x)]:
                 places.enter_context(patch.dict(modules, stand_ins))
             try:

@@ -29,6 +29,7 @@ from support.short_runs import losses, tiny_recipe, train, write_tokens
 from support.versions import of_proved_transformers
 from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
+from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.attention import attention
@@ -134,6 +135,24 @@ def test_an_axis_of_a_type_equals_one_process(kind, axis):
 def test_several_axes_of_a_type_equal_one_process(raw, layout):
     row = prove(raw["model_type"], raw, {"several": layout})
     assert "several" in row.proved, row.refused
+
+
+@torch.no_grad()
+def logits_in(layout, raw):
+    """Return the logits of a row of tokens by parameters as ``generate`` has them, without a step's FSDP."""
+    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
+    made = family(raw["model_type"])
+    model = made.build(made.from_hf(raw), state=state, dtype=torch.float64).to_empty(device="cpu")
+    draw(model, state)
+    with InFp64():
+        return gather_logits(model.eval()(torch.arange(32)[None]), model.config.vocab_size, state=state)
+
+
+def test_tensor_ranks_run_code_that_reads_the_embedding_itself_without_a_step():
+    raw = tiny("gemma4")
+    alone = logits_in(Layout(), raw)
+    for logits in run_parallel(logits_in, 2, Layout.of(tensor=2), raw):
+        torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
