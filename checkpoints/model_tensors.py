@@ -14,7 +14,7 @@ import torch
 from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
-from ..storage.dtypes import WEIGHTS
+from ..storage.dtypes import WEIGHTS, name_of
 from ..storage.strides import blocks
 from .foreign.rules import Table
 from .optimizer_state import moment_name
@@ -107,9 +107,13 @@ def model_tensors(
         if not any(pattern.fullmatch(name.removeprefix(prefix)) for pattern in ignored)
     ]
     _check_names(where, names, extra, family, shapes)
+    (stated,) = family.declarations(config)
+    dtypes = {link.hf: stated[link.ours].dtype for link in links}
     for name in used:
-        if stored[name].dtype not in WEIGHTS:
-            expected, todo = f"one of {', '.join(WEIGHTS)}", "Quantised checkpoints are not supported"
+        integer = dtypes.get(name.removeprefix(prefix)) == torch.int64
+        types = (name_of(torch.int64),) if integer else WEIGHTS
+        if stored[name].dtype not in types:
+            expected, todo = f"one of {', '.join(types)}", "Quantised checkpoints are not supported"
             raise BadInput(_place(stored[name]), name, expected=expected, found=stored[name].dtype, todo=todo)
     tensors = renamed(stored, names, where)
     check_covered(where, tensors)

@@ -26,7 +26,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..storage.catalog import Catalog, Key, LazyTensor, first_difference
-from ..storage.dtypes import BUFFER, name_of
+from ..storage.dtypes import name_of
 from ..storage.file_names import rank_and_world, rank_file_name
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
@@ -53,7 +53,7 @@ def stored_tensors(
     """
     tensors = {
         name: StoredTensor(
-            dtype=BUFFER if stated.buffer else dtype,
+            dtype=name_of(stated.dtype) if stated.dtype else dtype,
             shape=stated.shape,
             grid=Grid.of(stated, layout, pipeline),
         )

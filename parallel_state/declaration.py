@@ -37,8 +37,8 @@ class Declaration:
 
     ``experts``: dim 0 counts experts, which are shared out in equal pieces along the ``expert`` axis, in
     addition to ``cut``. ``buffer``: numbers that belong to the model and that no gradient changes (a router's
-    bias); they have ``BUFFER_DTYPE``, are whole on every rank at every ZeRO stage, and have no moments.
-    ``initial`` fills the parameter.
+    bias, in ``BUFFER_DTYPE``; of ``integer`` ones, such as a table of experts by tokens, in int64); they are
+    whole on every rank at every ZeRO stage, and have no moments. ``initial`` fills the parameter.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,13 @@ class Declaration:
     ends: bool = False
     experts: bool = False
     buffer: bool = False
+    integer: bool = False
     initial: Initial = ZERO
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype that a buffer has in any model, ``None`` for what has the model's."""
+        return torch.int64 if self.integer else BUFFER_DTYPE if self.buffer else None
 
     def held_shape(self, layout: Layout) -> tuple[int, ...]:
         """Return the whole shape in the memory of this layout's ranks, padding included."""

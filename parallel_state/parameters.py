@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..system.errors import BadInput
-from .declaration import BUFFER_DTYPE, Cut, Declaration, declarations
+from .declaration import Cut, Declaration, declarations
 from .engine import is_dtensor, local_data
 from .initial_weights import OWN, Initial, Own, fill, seed_of
 from .pieces import Box
@@ -59,7 +59,7 @@ def declare_parameter(
     ``None`` a parameter that is ``None``.
 
     Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
-    ``BUFFER_DTYPE`` and requires no gradient. On a real device the parameter is filled at once from torch's
+    its own dtype and requires no gradient. On a real device the parameter is filled at once from torch's
     global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor. ``plain``: no DTensor
     on several tensor ranks either, for code that computes with parameters as they are. Raises ``BadInput`` if
     the layout cannot cut it evenly.
@@ -69,7 +69,7 @@ def declare_parameter(
         return
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
-    local = torch.empty(box.shape, dtype=BUFFER_DTYPE if declaration.buffer else None)
+    local = torch.empty(box.shape, dtype=declaration.dtype)
     if not local.is_meta:
         _fill(local, box, declaration, _global_seed())
     mesh, shape = state.tensor_mesh, declaration.held_shape(state.layout)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..parallel_state import BUFFER_DTYPE
 from .rank_parameters import Group, RankParameters
 from .stage_costs import Run
 from .step_shape import Work
@@ -148,6 +147,6 @@ def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:
     if zero or work.offload:
         return (total if zero < 3 else parameters.root).here * work.compute
     # Only those that are stored in another dtype, as the frozen weights beside adapters are not.
-    frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffers * BUFFER_DTYPE.itemsize
+    frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffer_bytes
     cast = total.trained * (work.compute != work.master)
     return (cast + frozen * (stored != frozen * work.compute)) * work.compute

@@ -12,7 +12,7 @@ from operator import attrgetter
 from torch import nn
 
 from ..layers import find_blocks, numbered_blocks, stage_parts
-from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
+from ..parallel_state import Declaration, ParallelState, declarations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Group:
     end_tensors: int = 0
     #: Numbers that no gradient moves, whole on every rank.
     buffers: int = 0
+    buffer_bytes: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
     #: The elements, as ``here``, of parameters that FSDP cuts along another dim than the first.
@@ -79,8 +80,9 @@ def _count_parameter(
 ) -> Group:
     layout, at = state.layout, state.at
     box, dim = declaration.box(layout, at), declaration.shard_dim(layout)
-    if declaration.buffer:
-        return Group(buffers=box.size, fixed_bytes=box.size * BUFFER_DTYPE.itemsize)
+    if declaration.dtype:
+        size = box.size * declaration.dtype.itemsize
+        return Group(buffers=box.size, buffer_bytes=size, fixed_bytes=size)
     rows, shards = box.shape[dim], layout.data_sizes(declaration.experts)[1]
     stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
     sent = "apart" if declaration.experts and layout.expert > 1 else "padded"

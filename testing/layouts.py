@@ -128,9 +128,10 @@ def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
 
 
 def join(parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    """Return the whole tensor of these parts; where there is none, it is NaN."""
+    """Return the whole tensor of these parts; where there is none, it is NaN, or -1 of integers."""
     shape = tuple(max(stops) for stops in zip(*(box.stop for box, _ in parts), strict=True))
-    whole = torch.full(shape, float("nan"), dtype=parts[0][1].dtype)
+    dtype = parts[0][1].dtype
+    whole = torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
     for box, tensor in parts:
         whole[box.slices] = tensor
     return whole
@@ -138,9 +139,9 @@ def join(parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
 
 def zero_share(dtype: torch.dtype) -> float:
     """Return the share of the largest of all tensors that each counts as at least: 1e-7 in fp64, 9e-4 in
-    fp32, 0.1 in bf16. Rounding is some ``eps`` of the largest.
+    fp32, 0.1 in bf16, 0 of integers. Rounding is some ``eps`` of the largest.
     """
-    return float(torch.finfo(dtype).eps ** 0.44)
+    return float(torch.finfo(dtype).eps ** 0.44) if dtype.is_floating_point else 0.0
 
 
 def differences(single: Mapping[str, Tensor], ranks: Sequence[Pieces]) -> Iterator[tuple[str, float]]:
@@ -195,8 +196,10 @@ def roughen(model: nn.Module, seed: int, state: ParallelState, also: Collection[
     for name, parameter in model.named_parameters():
         declaration, data = stated[name], local_data(parameter)
         box = declaration.true_part(stored_box(parameter, declaration, state))
-        if box.size and (
-            len(declaration.shape) < 2 or isinstance(declaration.initial, Constant) or name in also
+        if (
+            box.size
+            and not declaration.integer
+            and (len(declaration.shape) < 2 or isinstance(declaration.initial, Constant) or name in also)
         ):
             noise = torch.zeros(box.shape, dtype=data.dtype, device=data.device)
             fill(noise, box, declaration.shape, Normal(0.3), seed_of(seed, "rough", name))

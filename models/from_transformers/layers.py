@@ -162,7 +162,10 @@ def declare_own(
         del (module._buffers if name in stored else module._parameters)[name]
         cut, still, initial = cuts.get(name), not tensor.requires_grad, initial_of(tensor)
         sums = () if cut or still else parts
-        stated = Declaration(tuple(tensor.shape), cut, partial=sums, buffer=still, initial=initial)
+        stated = Declaration(
+            tuple(tensor.shape), cut, partial=sums, initial=initial,
+            buffer=still, integer=not tensor.is_floating_point(),
+        )  # fmt: skip
         declare_parameter(module, name, stated, state, plain=True)
 
 

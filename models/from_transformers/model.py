@@ -66,7 +66,7 @@ class Adopted(CausalLM):
         if target.type != "meta":
             self.to_empty(device=target)
             for parameter in self.parameters():  # such as start from weights alone
-                parameter.detach().fill_(float("nan"))
+                parameter.detach().fill_(float("nan") if parameter.is_floating_point() else -1)
             drawn = {name for name, declaration in declarations(self).items() if declaration.initial != OWN}
             initialize(self, int(torch.randint(2**62, (), device="cpu")), among=drawn, state=self.state)
 

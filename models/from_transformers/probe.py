@@ -67,8 +67,8 @@ def _initialize(model: Any, kind: str) -> None:
             if name in module._non_persistent_buffers_set:
                 unset = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
-            elif not buffer.is_floating_point():
-                expected = "floating numbers: transformers keeps others in its files"
+            elif not buffer.is_floating_point() and buffer.dtype != torch.int64:
+                expected = "floating numbers or int64: transformers keeps others in its files"
                 raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
     notes: dict[str, Any] = {
         name: _noting(name, function)
@@ -142,21 +142,23 @@ class Probed:
         elif "position_ids" not in signature(model.forward).parameters:
             self.no_context = "its forward takes no position_ids"
         problems = list[str]()
-        try:
-            if not self.no_context:
-                model = on_meta(cfg, ours=True)
-            with watched(problems):
-                self.no_pipeline = self._watch(model, cfg)
-        except Exception as error:  # whatever its code raises
-            first = str(error).strip().partition("\n")[0][:120]
-            self.no_pipeline = f"its code does not run without memory ({type(error).__name__}: {first})"
-            self.no_context = self.no_context or self.no_pipeline
+        for ours in (False,) if self.no_context else (True, False):
+            try:
+                with watched(problems):
+                    self.no_pipeline = self._watch(on_meta(cfg, ours=True) if ours else model, cfg)
+                break
+            except Exception as error:  # whatever its code raises
+                first = str(error).strip().partition("\n")[0][:120]
+                self.no_pipeline = f"its code does not run without memory ({type(error).__name__}: {first})"
+                problems[:] = [self.no_pipeline]
         self.no_context = self.no_context or _why_not_ours(model.get_submodule(self.blocks), problems, cfg)
 
     def _watch(self, model: Any, cfg: AdoptedConfig) -> str:
         """Run a forward, note what runs when, and return why its blocks cannot be cut into stages."""
         number_of = {block: number for number, block in enumerate(model.get_submodule(self.blocks))}
         order, shapes, besides, shared = list[int](), set[tuple[int, ...]](), list[Tensor](), list[str]()
+        self.entry.clear()
+        self.exit.clear()
 
         def left(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             order.append(number_of[block])

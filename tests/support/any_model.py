@@ -92,6 +92,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"pad_token_id": 0} for kind in FROM_PADDING},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "o_groups": 2,
+        "o_lora_rank": 16,
+    },
     **{kind: {"layer_types": ["conv", "full_attention"] * 2} for kind in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -215,7 +221,9 @@ def draw(model: nn.Module, state: ParallelState) -> None:
         declaration, data = stated[name], local_data(parameter)
         box = declaration.true_part(stored_box(parameter, declaration, state))
         data.zero_()
-        if box.size:
+        if declaration.integer:  # of whatever it chooses among, from the first three
+            data.copy_(torch.arange(data.numel()).view_as(data) % 3)
+        elif box.size:
             flat = len(declaration.shape) < 2
             part = data[: box.shape[0]] if box.shape else data
             fill(part, box, declaration.shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
@@ -434,11 +442,14 @@ def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     for parameter in theirs.parameters():  # some are in fp32 whatever is asked for
         parameter.data = parameter.data.double()
     links = held_links(made, config)
-    tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in theirs.state_dict().items()}
+    tensors = {
+        name: torch.full_like(tensor, float("nan") if tensor.is_floating_point() else -1)
+        for name, tensor in theirs.state_dict().items()
+    }
     parameters = dict(ours.named_parameters())
     for link in links:
         piece = parameters[link.ours].detach()[link.ours_box.slices]
-        tensors[link.hf][link.hf_box.slices] = piece.to(torch.float64)
+        tensors[link.hf][link.hf_box.slices] = piece.to(tensors[link.hf].dtype)
     for name in getattr(theirs, "all_tied_weights_keys", None) or {}:
         tensors.pop(name, None)
     theirs.load_state_dict(tensors, strict=False)
