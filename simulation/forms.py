@@ -1,6 +1,7 @@
 """Call operators without numbers, and remember the forms of what they give."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +63,11 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any) -> Any:
-    if fakes is None:
-        return func(*args, **kwargs)
-    with fakes:
+    with nullcontext() if fakes is None else fakes:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Its kernels take fp32 too, its form without numbers does not.
+            halves = (matrices.to(torch.bfloat16) for matrices in args[:2])
+            return func(*halves, *args[2:], **kwargs).to(torch.float32)
         return func(*args, **kwargs)
 
 

@@ -81,6 +81,8 @@ def _attention(
     scale = named.get("scale")
     if mask is None and q.dtype in (torch.bfloat16, torch.float16):
         return _aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[0]
+    if q.ndim == 4 and q.shape[1] != k.shape[1]:  # grouped queries: the memory-efficient kernel has none
+        return NotImplemented
     if mask is not None:
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     sums = torch.is_grad_enabled()

@@ -60,8 +60,9 @@ def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[Non
 
 def _fake(known: Tensor, batch: MicroBatch) -> Tensor:
     shape = local(known).shape
-    if not isinstance(known, nn.Parameter):
-        return torch.empty(shape, dtype=known.dtype, device=device_of(batch))
+    if not isinstance(known, nn.Parameter) or not known.is_floating_point():
+        made = torch.empty(shape, dtype=known.dtype, device=device_of(batch))
+        return nn.Parameter(made, requires_grad=False) if isinstance(known, nn.Parameter) else made
     return nn.Parameter(empty(shape, batch), requires_grad=known.requires_grad)
 
 

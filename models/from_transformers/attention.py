@@ -31,6 +31,23 @@ def carrier(content: Any, rows: int) -> Tensor:
     return mask
 
 
+@contextmanager
+def of_whole_rows() -> Iterator[None]:
+    """Let transformers make its own masks by shapes alone: a row is one document, and none is padded.
+
+    Else it reads numbers to find that out, for which a step waits, and which a plan has not.
+    """
+    from transformers import masking_utils
+
+    skipped = masking_utils._ignore_causal_mask_sdpa
+    with patch.multiple(
+        masking_utils,
+        find_packed_sequence_indices=lambda position_ids: None,
+        _ignore_causal_mask_sdpa=lambda padding_mask, *sizes: skipped(None, *sizes),
+    ):
+        yield
+
+
 def attention(
     module: nn.Module,
     q_BHSE: Tensor,

@@ -22,7 +22,7 @@ from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family
 from ..base.hugging_face_names import Link
-from .attention import carrier
+from .attention import carrier, of_whole_rows
 from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place, why_not
 from .cut import Cutter
 from .files import file_links
@@ -113,6 +113,8 @@ class Adopted(CausalLM):
             for module in () if is_sharded(self) else self.modules():
                 if isinstance(module, Lookup):
                     places.enter_context(patch.dict(vars(module), weight=local(module.weight)))
+            if not self.can_cache:
+                places.enter_context(of_whole_rows())
             for modules, stand_ins in [*self._stand_ins(stage, x)]:
                 places.enter_context(patch.dict(modules, stand_ins))
             try:

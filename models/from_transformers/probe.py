@@ -143,9 +143,10 @@ class Probed:
             self.no_context = "its forward takes no position_ids"
         problems = list[str]()
         for ours in (False,) if self.no_context else (True, False):
+            watched_model = on_meta(cfg, ours=True) if ours else model
             try:
                 with watched(problems):
-                    self.no_pipeline = self._watch(on_meta(cfg, ours=True) if ours else model, cfg)
+                    self.no_pipeline = self._watch(watched_model, cfg)
                 break
             except Exception as error:  # whatever its code raises
                 first = str(error).strip().partition("\n")[0][:120]

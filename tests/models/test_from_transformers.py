@@ -530,6 +530,19 @@ def test_a_recipe_is_planned_as_it_sets_the_model_up():
         generation_layouts(request, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "deepseek_v4",  # products of experts in fp32
+        "lfm2",  # attention of grouped heads with a mask
+    ],
+)
+def test_a_type_that_makes_its_masks_itself_is_planned(kind):
+    raw = tiny_recipe("run", "tokens", model={"config": tiny(kind)}, dtype="float32")
+    run = dry_run(parse_recipe(raw))
+    assert run.rank.memory.activations > 0
+
+
 @pytest.mark.parametrize("kind", ["gemma", "minicpm3", "roformer"])
 def test_one_process_is_transformers_own(kind):
     """Every layout would agree without a factor of the embedding, with rotations from bare memory, or with an
