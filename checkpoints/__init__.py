@@ -25,7 +25,6 @@ from .load import check_whole as check_whole
 from .load import load as load
 from .load import load_source as load_source
 from .load import with_adapter as with_adapter
-from .lora import check_base as check_base
 from .lora import fingerprint as fingerprint
 from .lora import read_adapter as read_adapter
 from .lora import read_converted as read_converted

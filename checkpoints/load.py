@@ -226,10 +226,8 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
     stored = {TORCH[whole.dtype] for name, whole in source.catalog.items() if name.startswith("optimizer.")}
     here = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if stored and here and stored != here:
-        expected, actual = (
-            ", ".join(sorted(f"{dtype}".removeprefix("torch.") for dtype in dtypes))
-            for dtypes in (stored, here)
-        )
+        names = (sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) for dtypes in (stored, here))
+        expected, actual = map(", ".join, names)
         expected = f"{expected}, as the run's weights and moments are"
         todo = "Resume with that dtype, or start a new run from these weights"
         raise BadInput(source.path, "dtype", expected=expected, found=actual, todo=todo)

@@ -17,7 +17,7 @@ from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
 from ..storage.catalog import first_difference
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
-from ..storage.strides import check_coverage
+from ..storage.strides import check_coverage, check_inside
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
@@ -94,12 +94,8 @@ class Grid(StrictRecord):
         """Yield the rank and the box of each part, or only of the parts that hold elements of ``within``."""
         within = within or Box.whole(shape)
         if within.size:
-            dims = [
-                list(_pieces(self._cuts_of(dim), (0, size, 0), bounds))
-                for dim, (size, bounds) in enumerate(
-                    zip(shape, zip(within.start, within.stop, strict=True), strict=True)
-                )
-            ]
+            bounds = enumerate(zip(shape, within.start, within.stop, strict=True))
+            dims = [[*_pieces(self._cuts_of(dim), (0, n, 0), (low, high))] for dim, (n, low, high) in bounds]
             for pieces in product(*dims):
                 box = Box(tuple(piece[0] for piece in pieces), tuple(piece[1] for piece in pieces))
                 yield self.first + sum(piece[2] for piece in pieces), box
@@ -234,11 +230,6 @@ class StoredTensor(StrictRecord):
             if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
                 start_and_stop = f"start {list(part.start)}, stop {list(part.stop)}"
                 raise BadCheckpoint(where, shown(name), expected="start up to stop", found=start_and_stop)
-        replicas = [part.box for part in self.parts if part.role == "replica"]
+        check_inside(where, shown(name), self.shape, (part.box for part in self.parts), kind=BadCheckpoint)
         owners = [part.box for part in self.parts if part.role == "owner"]
         check_coverage(where, shown(name), self.shape, owners)
-        if any(
-            len(b.stop) != len(self.shape) or any(s > n for s, n in zip(b.stop, self.shape, strict=True))
-            for b in replicas
-        ):
-            raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(self.shape)}")

@@ -20,19 +20,11 @@ from ..storage.strict_json import StrictRecord
 MODULE = "module"
 
 
-class StoredCut(StrictRecord):
-    """Record a cut of a parameter, with the fields of ``parallel_state.Cut``."""
-
-    dim: int
-    axis: str
-    unit: int
-
-
 class StoredDeclaration(StrictRecord):
     """Record how a parameter is cut over the ranks (see ``parallel_state.Declaration``), and its stages."""
 
     shape: tuple[int, ...]
-    cut: StoredCut | None = None
+    cut: Cut | None = None
     multiple: int | None = Field(default=None, ge=1, le=2**24)
     partial: tuple[str, ...] = ()
     ends: bool = False
@@ -43,8 +35,7 @@ class StoredDeclaration(StrictRecord):
     blocks: tuple[int, ...] = ()
 
     def restored(self) -> Declaration:
-        fields = self.model_dump(exclude={"stages", "blocks"})
-        return Declaration(**fields | {"cut": None if self.cut is None else Cut(**fields["cut"])})
+        return Declaration(**{name: value for name, value in self if name not in ("stages", "blocks")})
 
 
 class StoredRule(StrictRecord):

@@ -247,12 +247,10 @@ def check_bytes(source: Source, state: ParallelState) -> None:
 
     opened = together(check, state)
     if len(set(opened)) > 1:
-        raise BadCheckpoint(
-            source.path.parent,
-            expected="the same checkpoint on every rank",
-            found=" and ".join(sorted({name for name, _ in opened})),
-            todo="A run saved meanwhile: name one of its checkpoints, or try again",
-        )
+        names = " and ".join(sorted({name for name, _ in opened}))
+        expected = "the same checkpoint on every rank"
+        todo = "A run saved meanwhile: name one of its checkpoints, or try again"
+        raise BadCheckpoint(source.path.parent, expected=expected, found=names, todo=todo)
 
 
 def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:

@@ -36,6 +36,15 @@ class DiskFailed(MachineFailed):
     """
 
 
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor, and close it when the block ends."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Disk:
     """Call the real disk."""
 
@@ -59,11 +68,8 @@ class Disk:
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in the directory survive a power cut."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def make_directory(self, path: Path) -> None:
         os.mkdir(path)
@@ -77,13 +83,9 @@ class Disk:
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a whole new file; it is on the disk when this returns."""
-        with writing(path):
-            fd = self.create(path)
-            try:
-                self.write(fd, memoryview(data), 0)
-                self.sync(fd)
-            finally:
-                os.close(fd)
+        with writing(path), closing(self.create(path)) as fd:
+            self.write(fd, memoryview(data), 0)
+            self.sync(fd)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -196,11 +198,8 @@ def hold(directory: Path) -> Hold:
 @contextmanager
 def nobody_reads(directory: Path) -> Iterator[bool]:
     """Yield whether nobody holds the directory; if so, nobody else can hold it during the ``with`` block."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         free = True
         with suppress(OSError):
             free = try_lock(fd)
         yield free
-    finally:
-        os.close(fd)

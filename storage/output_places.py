@@ -52,10 +52,8 @@ def check_outside(output: Path, inputs: Iterable[Path]) -> None:
             todo = "Choose another name"
             raise BadInput(output, expected="another file than the input", found=source, todo=todo)
         if (inside := _inside(around, source)) is not None:
-            todo = "Choose a place outside"
-            raise BadInput(
-                output, expected="an output outside the input", found=f"{inside}, the input", todo=todo
-            )
+            expected, todo = "an output outside the input", "Choose a place outside"
+            raise BadInput(output, expected=expected, found=f"{inside}, the input", todo=todo)
 
 
 def _around(output: Path) -> list[Path]:
@@ -67,10 +65,8 @@ def _inside(around: list[Path], source: Path) -> Path | None:
     """Return the folder around the output that is the source, or one of its subfolders; else ``None``."""
     if not source.is_dir():
         return None
-    source_folders = [
-        source,
-        *(child for child in source.iterdir() if child.is_dir() and not child.is_symlink()),
-    ]
+    inner = (child for child in source.iterdir() if child.is_dir() and not child.is_symlink())
+    source_folders = [source, *inner]
     return next((folder for folder in around if any(map(folder.samefile, source_folders))), None)
 
 
@@ -155,10 +151,8 @@ def check_free(output: Path) -> None:
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
             clear_leftovers(output, lock_only=True)
-            todo = "Choose another name or remove it first"
-            raise BadInput(
-                output, expected="a new or empty directory", found="one with files in it", todo=todo
-            )
+            actual, todo = "one with files in it", "Choose another name or remove it first"
+            raise BadInput(output, expected="a new or empty directory", found=actual, todo=todo)
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
             place, todo = "the folder that the command runs in", "Name a new folder in it"
             raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
@@ -179,9 +173,8 @@ def check_home(output: Path) -> Path:
         if home.exists():
             break
         if home.is_symlink():
-            raise BadInput(
-                home, expected="a directory", found=f"a link to {os.readlink(home)}, which is absent"
-            )
+            actual = f"a link to {os.readlink(home)}, which is absent"
+            raise BadInput(home, expected="a directory", found=actual)
     if not home.is_dir():
         raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..parallel_state import BadInput, MachineFailed
 from .crc import crc32
-from .disk import Disk, writing
+from .disk import Disk, closing, writing
 from .safe_open import open_regular
 
 _PIECE = 4 << 20
@@ -50,17 +50,14 @@ class RemoteFolder:
     @property
     def local(self) -> Path | None:
         """Return the path of a folder on this machine."""
-        protocol = self._system.protocol
-        return (
-            Path(self._root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
-        )
+        protocol = self._system.protocol  # a text, or several
+        protocols = (protocol,) if isinstance(protocol, str) else protocol
+        return Path(self._root) if "file" in protocols else None
 
     def sizes(self, folder: str = "") -> dict[str, int | None]:
         """Return the names in the folder, or in one inside it: the bytes of a file, ``None`` for a folder."""
-        return {
-            name: info["size"] if info["type"] == "file" else None
-            for name, info in self._entries(folder).items()
-        }
+        entries = self._entries(folder)
+        return {name: info["size"] if info["type"] == "file" else None for name, info in entries.items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
         """Return the bytes of each file in the folder, and a text that is another one if the file changes
@@ -105,17 +102,11 @@ class RemoteFolder:
     def fetch(self, name: str, target: Path) -> int:
         """Copy a file here, to a new file ``target``; it is on the disk when this returns its CRC-32."""
         disk, crc, done = Disk(), 0, 0
-        with writing(target):
-            fd = disk.create(target)
-        try:
+        with writing(target), closing(disk.create(target)) as fd:  # what the store refuses is no OSError
             for piece in self._pieces(name):
-                with writing(target):
-                    disk.write(fd, memoryview(piece), done)
+                disk.write(fd, memoryview(piece), done)
                 crc, done = crc32(piece, crc), done + len(piece)
-            with writing(target):
-                disk.sync(fd)
-        finally:
-            os.close(fd)
+            disk.sync(fd)
         return crc
 
     def _pieces(self, name: str) -> Iterator[bytes]:
@@ -170,10 +161,8 @@ class RemoteFolder:
         except RemoteFailed:
             raise
         except Exception as error:  # each store has errors of its own
-            lines = str(error).splitlines()
-            raise RemoteFailed(
-                f"{self.url}/{name}: {type(error).__name__}: {lines[0] if lines else ''}"
-            ) from error
+            line, *_ = str(error).splitlines() or [""]
+            raise RemoteFailed(f"{self.url}/{name}: {type(error).__name__}: {line}") from error
 
     def _put(self, out: Any, piece: bytes) -> None:
         out.write(piece)

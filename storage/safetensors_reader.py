@@ -149,11 +149,8 @@ class TensorFile:
 
         def read(part: Bytes, offset: int) -> None:
             if (count := read_full(fd, part.data, begin + offset)) < part.size:
-                expected, todo = (
-                    f"{begin + offset + part.size:,} bytes in the file",
-                    "The file shrank while it was read",
-                )
-                actual = f"only {begin + offset + count:,}"
+                first, todo = begin + offset, "The file shrank while it was read"
+                expected, actual = f"{first + part.size:,} bytes in the file", f"only {first + count:,}"
                 raise BadCheckpoint(self.path, name, expected=expected, found=actual, todo=todo)
 
         for runs in all_runs:

@@ -46,8 +46,7 @@ class TensorWriter:
         header, self.entries = build_header(tensors, metadata or {})
         self.path = path
         self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
-        begins = (entry.begin for entry in self.entries.values())
-        self._checksum = Checksum(apart=begins)
+        self._checksum = Checksum(apart=(entry.begin for entry in self.entries.values()))
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "checksum") if overlap else None
         self._sums: list[Future[int]] = []

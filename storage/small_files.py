@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..parallel_state import BadInput, fault
 from .crc import crc32
-from .disk import Disk, writing
+from .disk import Disk, closing, writing
 from .safe_open import read_small
 from .strict_json import (
     DEEPEST,
@@ -44,27 +44,29 @@ CONFIGURATION = 16 << 20
 LOG = 1 << 30
 
 
-def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
+def refuse_pointer(raw: bytes, path: Path) -> None:
     """Refuse what git-lfs leaves in a file's place until the file is fetched."""
     if is_pointer(raw):
-        raise kind(path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw))
+        raise BadInput(
+            path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw)
+        )
 
 
-def read_text(path: Path, limit: int = BY_HAND, *, kind: type[BadInput] = BadInput) -> str:
+def read_text(path: Path, limit: int = BY_HAND) -> str:
     """Read a text file. A byte order mark, which some editors put first, is left out."""
-    raw = read_small(path, limit, kind=kind)
-    refuse_pointer(raw, path, kind=kind)
-    return decode_utf8(raw, path, kind=kind).removeprefix("\ufeff")
+    raw = read_small(path, limit)
+    refuse_pointer(raw, path)
+    return decode_utf8(raw, path).removeprefix("\ufeff")
 
 
-def read_json(path: Path, limit: int = CONFIGURATION, *, kind: type[BadInput] = BadInput) -> dict[str, Any]:
+def read_json(path: Path, limit: int = CONFIGURATION) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
-    return parse_object(read_small(path, limit, kind=kind), path, kind=kind)
+    return parse_object(read_small(path, limit), path)
 
 
-def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Read a file in TOML."""
-    return parse_toml(read_text(path, limit), path)
+    return parse_toml(read_text(path), path)
 
 
 def parse_toml(text: str, where: object) -> dict[str, Any]:
@@ -156,14 +158,11 @@ class Journal(Generic[Record]):
         """Write a record; it is on the disk when this returns."""
         text = self._adapter.dump_json(record)
         line = text + b" %08x\n" % crc32(text)
-        with writing(self._path):
-            disk = Disk()
-            fd = disk.reopen(self._path) if self._path.exists() else disk.create(self._path)
-            try:
-                disk.write(fd, memoryview(line), self._length)
-                disk.sync(fd)
-            finally:
-                os.close(fd)
+        disk = Disk()
+        open_file = disk.reopen if self._path.exists() else disk.create
+        with writing(self._path), closing(open_file(self._path)) as fd:
+            disk.write(fd, memoryview(line), self._length)
+            disk.sync(fd)
         self._length += len(line)
         self.records.append(record)
 

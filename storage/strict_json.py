@@ -19,10 +19,6 @@ _MOST_DIGITS = 1000
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class _Refused(ValueError):
-    """Carry a refusal out of the hooks below; the caller's kind of error replaces it and names the file."""
-
-
 def parse_object(
     raw: bytes, where: object, *, kind: type[BadInput] = BadInput, constants: bool = False
 ) -> dict[str, object]:
@@ -102,17 +98,17 @@ def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _Refused(f"the key {shown(twice)} twice")
+        raise ValueError(f"the key {shown(twice)} twice")
     return unique
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _Refused(f"the constant {name}")
+    raise ValueError(f"the constant {name}")
 
 
 def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise _Refused(f"a number of {len(digits):,} digits")
+        raise ValueError(f"a number of {len(digits):,} digits")
     return int(digits)
 
 
@@ -120,7 +116,7 @@ def finite_float(digits: str) -> float:
     """Return the number in ``digits``; ``ValueError`` for NaN, infinities and numbers that no float holds."""
     value = float(digits)
     if not math.isfinite(value):
-        raise _Refused(f"the number {shown(digits)}, which is not finite or fits in no float")
+        raise ValueError(f"the number {shown(digits)}, which is not finite or fits in no float")
     return value
 
 

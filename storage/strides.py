@@ -2,10 +2,11 @@
 check that boxes tile it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from operator import le
 from typing import NoReturn
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
@@ -103,10 +104,7 @@ def runs_of(
     rows; only a box cut in three dims or more gives several. ``strides``, in elements: of a tensor that is
     not row-major.
     """
-    assert len(shape) == len(box.start) and all(b <= n for b, n in zip(box.stop, shape, strict=True)), (
-        shape,
-        box,
-    )
+    assert len(shape) == len(box.start) and all(map(le, box.stop, shape)), (shape, box)
     if box.size == 0:
         return
     strides = contiguous(shape) if strides is None else strides
@@ -169,6 +167,16 @@ def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
     return _sweep(whole, inside, 0) if whole.size else None
 
 
+def check_inside(
+    where: object, name: str, shape: tuple[int, ...], boxes: Iterable[Box], *, kind: type[BadInput]
+) -> None:
+    """Refuse, naming the tensor, a box that is not inside ``shape``."""
+    for box in boxes:
+        if len(box.stop) != len(shape) or not all(map(le, box.stop, shape)):
+            expected, actual = f"boxes inside {list(shape)}", f"one up to {list(box.stop)}"
+            raise kind(where, name, expected=expected, found=actual)
+
+
 def check_coverage(
     where: object,
     name: str,
@@ -178,11 +186,7 @@ def check_coverage(
     kind: type[BadInput] = BadCheckpoint,
 ) -> None:
     """Refuse, naming tensor and box, unless ``boxes`` lie inside ``shape`` and own each element once."""
-    for box in boxes:
-        if len(box.stop) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
-            raise kind(
-                where, name, expected=f"boxes inside {list(shape)}", found=f"one up to {list(box.stop)}"
-            )
+    check_inside(where, name, shape, boxes, kind=kind)
     if flaw := first_flaw(Box.whole(shape), boxes):
         raise kind(where, name, expected="each element owned exactly once", found=str(flaw))
 

@@ -285,13 +285,9 @@ def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
     if not whole.start:
         yield whole
         return
-    ends = {
-        end
-        for transfer in group
-        for piece in transfer.pieces
-        if piece.dense  # pieces with steps lie between each other, and are read together
-        for end in (piece.box.start[0], piece.box.stop[0])
-    }
+    # Pieces with steps lie between each other, and are read together.
+    dense = [piece.box for transfer in group for piece in transfer.pieces if piece.dense]
+    ends = {end for box in dense for end in (box.start[0], box.stop[0])}
     first, last = whole.start[0], whole.stop[0]
     for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
         yield whole.narrow(0, start - first, stop - first)

@@ -7,7 +7,6 @@ the memory of this machine.
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from ...storage.dtypes import BITS, TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
 from ...storage.strides import first_flaw
 from ...system import no_garbage_search
-from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
+from ..hugging_face.writer import plan_shards
 from ..lora import Merge, base_for, read_adapter
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
@@ -46,7 +45,7 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.box.shape) * BITS[self.dtype] // 8
+        return self.box.size * BITS[self.dtype] // 8
 
     def check(self) -> None:
         """Refuse a plan that does not set every element of the box exactly once."""
@@ -85,7 +84,7 @@ class Plan:
         return any(name.startswith("optimizer.") for name in self.tensors)
 
 
-def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> Plan:
+def plan_to_hf(source: Source, *, dtype: str | None = None) -> Plan:
     """Plan a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
 
     LoRA adapters become PEFT's folder, one file.
@@ -94,9 +93,7 @@ def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int 
     fixed = _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
     tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
-    shards = plan_shards(
-        {name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()}, max_shard_size
-    )
+    shards = plan_shards({name: (made.dtype, made.box.shape) for name, made in tensors.items()})
     if source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily), source.family
         source.family.check_peft(source.model_config)
@@ -133,14 +130,11 @@ def plan_to_sharded(
     stored = {}
     for name, parts in table.items():
         cast = dtype if name in weights else None
-        made = {part.box: _transfer(source.ours[name], part.box, cast, fixed) for part in parts}
+        whole = source.ours[name]
+        made = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(made[part.box])
-        stored[name] = StoredTensor(
-            dtype=made[parts[0].box].dtype,
-            shape=tuple(max(stops) for stops in zip(*(part.stop for part in parts), strict=True)),
-            parts=tuple(parts),
-        )
+        stored[name] = StoredTensor(dtype=made[parts[0].box].dtype, shape=whole.shape, parts=tuple(parts))
     files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
 
@@ -198,10 +192,8 @@ def plan_conversion(
         raise BadInput(source.path, f"--to {form}", expected=expected, found=actual, todo=todo)
     if tensor * pipeline > 1 or split is not None:
         actual = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
-        raise BadInput(
-            "convert", f"--to {form}", expected="no layout", found=actual,
-            todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
-        )  # fmt: skip
+        todo = "A Hugging Face folder is whole: leave out --tensor, --pipeline and --split"
+        raise BadInput("convert", f"--to {form}", expected="no layout", found=actual, todo=todo)
     return plan_to_hf(source, dtype=name)
 
 

@@ -113,9 +113,9 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
-            if not all(key in source.hf for key, _ in stored):
+            tensors = [(source.hf[key], piece) for key, piece in stored if key in source.hf]
+            if len(tensors) < len(stored):
                 continue  # the moment of a frozen weight
-            tensors = [(source.hf[key], piece) for key, piece in stored]
             dtypes = {tensor.dtype for tensor, _ in tensors}
             if len(dtypes) > 1:
                 raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
@@ -131,12 +131,9 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
         ours: dict[str, list[str]] = {}
         for link in source.described.links()[0]:
             ours.setdefault(link.hf, []).append(link.ours)
-        nested[optimizer] = {
-            "state": {
-                name: moments | _numbers(source, ours, [hf for hf, _ in parts[name]])
-                for name, moments in state.items()
-            }
-        }
+        for name, moments in state.items():
+            moments |= _numbers(source, ours, [hf for hf, _ in parts[name]])
+        nested[optimizer] = {"state": state}
     return nested, made
 
 
@@ -147,10 +144,9 @@ def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]
     for key, number in stored.numbers.items():
         values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
         if len(values) > 1:
-            raise BadInput(
-                source.path, f"optimizer.{key}", expected=f"one number for {parts[0]}",
-                found=", ".join(map(str, values)), todo="Save the weights without the optimizer",
-            )  # fmt: skip
+            expected, todo = f"one number for {parts[0]}", "Save the weights without the optimizer"
+            actual = ", ".join(map(str, values))
+            raise BadInput(source.path, f"optimizer.{key}", expected=expected, found=actual, todo=todo)
         if (value := values.pop()) is not None:
             numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
     return numbers

@@ -210,10 +210,8 @@ def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
     """Return moments by the full names of their weights, which may have a prefix (``model.``)."""
     first = next(iter(moments), "")
     prefixes = [name.removesuffix(first) for name in weights if name.endswith(first)]
-    prefix = next(
-        (prefix for prefix in sorted(prefixes, key=len) if all(prefix + name in weights for name in moments)),
-        "",
-    )
+    fitting = [prefix for prefix in prefixes if all(prefix + name in weights for name in moments)]
+    prefix = min(fitting, key=len, default="")
     return Catalog({prefix + name: moment for name, moment in moments.items()})
 
 

@@ -152,14 +152,12 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
             shaped[name] = state
             continue
         parts = state.shape[:-1]
-        fits = len(parts) == len(weight.shape) and all(
-            n and not m % n for m, n in zip(weight.shape, parts, strict=True)
-        )
+        split = [divmod(m, n or -1) for m, n in zip(weight.shape, parts, strict=False)]
+        size = tuple(each for each, _ in split)
+        fits = len(parts) == len(weight.shape) and not any(rest for _, rest in split) and all(parts)
         if not fits or prod(state.shape) != prod(weight.shape):
-            raise BadInput(
-                checkpoint.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
-            )
-        size = tuple(m // n for m, n in zip(weight.shape, parts, strict=True))
+            key = f"{kind} of {shown(name)}"
+            raise BadInput(checkpoint.path, key, expected=[*weight.shape], found=[*state.shape])
         parts_of = tuple(part for piece in state.near(state.box) for part in _unflattened(piece, size))
         shaped[name] = LazyTensor(name, state.dtype, weight.shape, parts_of)
     return shaped

@@ -32,21 +32,18 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: Names of the models before megatron-core, as patterns and what stands for them; each is applied once.
-_OLDER = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^language_model\.", ""),
-        (r"^word_embeddings_for_head\.", "output_layer."),
-        (r"^(encoder|transformer)\.final_(layer)?norm\.", "decoder.final_layernorm."),
-        (r"^(encoder|transformer)\.", "decoder."),
-        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
-        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    )
-]
+_OLDER = {
+    r"^language_model\.": "",
+    r"^word_embeddings_for_head\.": "output_layer.",
+    r"^(encoder|transformer)\.final_(layer)?norm\.": "decoder.final_layernorm.",
+    r"^(encoder|transformer)\.": "decoder.",
+    r"\.(self_)?attention\.query_key_value\.": ".self_attention.linear_qkv.",
+    r"\.(self_)?attention\.dense\.": ".self_attention.linear_proj.",
+    r"\.input_norm\.": ".input_layernorm.",
+    r"\.post_attention_(layer)?norm\.": ".pre_mlp_layernorm.",
+    r"\.mlp\.dense_h_to_4h\.": ".mlp.linear_fc1.",
+    r"\.mlp\.dense_4h_to_h\.": ".mlp.linear_fc2.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +163,8 @@ def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
             extra += 1
         elif isinstance(child, View):
             name = name.removeprefix("module.")
-            for pattern, new in _OLDER:
-                name = pattern.sub(new, name, count=1)
+            for pattern, new in _OLDER.items():
+                name = re.sub(pattern, new, name, count=1)
             tensors[name] = child
     if not tensors:
         raise BadInput(file, "model", expected="tensors", found="none")

@@ -98,17 +98,14 @@ def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
         raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=size)
     raw = os.pread(fd, entry.end - entry.begin, entry.begin)
     if crc32(raw) != entry.crc:
-        todo = "The file was altered or damaged since it was written"
-        raise BadCheckpoint(
-            where, name, expected=f"CRC-32 {entry.crc:08x}", found=f"{crc32(raw):08x}", todo=todo
-        )
+        expected, todo = f"CRC-32 {entry.crc:08x}", "The file was altered or damaged since it was written"
+        raise BadCheckpoint(where, name, expected=expected, found=f"{crc32(raw):08x}", todo=todo)
     return raw
 
 
 def _way_out(first: bytes) -> str:
     """Return what to do with a file that is no zip archive."""
-    old = first.startswith(_PICKLE) or first[257:262] == b"ustar" or first.startswith(_TAR_NAME)
-    if old:
+    if first.startswith((_PICKLE, _TAR_NAME)) or first[257:262] == b"ustar":
         return (
             "This is the form before torch 1.6, a bare pickle or a tar file; it is not read. If you trust "
             "its origin, load it with torch.load and write it with torch.save or as safetensors"
@@ -117,11 +114,9 @@ def _way_out(first: bytes) -> str:
 
 
 def _whole_numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(
-        type(number) is int and 0 <= number < 1 << 62 for number in value
-    ):
-        raise ValueError("no tuple of whole numbers")
-    return value
+    if isinstance(value, tuple) and all(type(number) is int and 0 <= number < 1 << 62 for number in value):
+        return value
+    raise ValueError("no tuple of whole numbers")
 
 
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
