@@ -7,10 +7,7 @@ import torch
 
 from ..parallel_state import BadInput
 from ..storage.catalog import LazyTensor
-from ..storage.strides import blocks
 from .source import Source
-
-_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
 def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
     name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
-    for box in blocks(a.box, _ELEMENTS):
-        x, y = (tensor.read(box, finite=False) for tensor in (a, b))
+    for x, y in zip(a.in_blocks(), b.in_blocks(), strict=True):
         # A scalar has bytes as well, after reshape.
         if x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y))):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)

@@ -101,7 +101,6 @@ def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
     ``whole``: as for ``Manifest.load``.
     """
     directory = Path(directory)
-    Manifest.check_there(directory)
     lock = hold(directory)
     return Found(directory, Manifest.load(directory, whole=whole), (), lock)
 

@@ -132,9 +132,7 @@ def _sources(
 def with_adapter(
     source: Source, adapter: str | Path | None = None, *, whole: bool = True
 ) -> tuple[Source, Source | None]:
-    """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``. ``whole``: as
-    for ``read_source``.
-    """
+    """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``."""
     if adapter is not None:
         base = base_for(adapter, source)
     elif source.adapter is None:

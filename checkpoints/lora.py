@@ -53,9 +53,7 @@ def fingerprint(base: Source) -> str:
 
 
 def stored_adapter(family: AdaptedFamily, base: Source, *, whole: bool = True) -> StoredAdapter:
-    """Return what a checkpoint of these adapters states about them and their base; without ``whole`` no
-    fingerprint, which one of many ranks takes for all.
-    """
+    """Return what a checkpoint states of these adapters and their base, with ``whole`` its fingerprint."""
     lora, taken = family.lora.model_dump(mode="json"), fingerprint(base) if whole else None
     return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=taken)
 

@@ -90,7 +90,9 @@ class Manifest(StrictRecord):
         looked at: a checkpoint has one of each rank, and one rank looks at all of them for the others.
         """
         directory = Path(directory)
-        cls.check_there(directory)
+        if not directory.is_dir():
+            actual = "a file" if directory.exists() else "no such directory"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
         path = contained(directory, MANIFEST, kind=BadCheckpoint)
         if not path.exists():
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
@@ -100,13 +102,6 @@ class Manifest(StrictRecord):
         if whole:
             manifest._check_files(directory)
         return manifest
-
-    @staticmethod
-    def check_there(directory: Path) -> None:
-        """Refuse what is no directory."""
-        if not directory.is_dir():
-            actual = "a file" if directory.exists() else "no such directory"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
@@ -130,9 +125,7 @@ class Manifest(StrictRecord):
         return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
 
     def accepted_bytes(self, directory: Path) -> bytes:
-        """Write the manifest as text for ``directory``; refuse one that a reader would not accept there, or
-        would take for another.
-        """
+        """Return the text for ``directory``; refuse what a reader would not accept there as the same."""
         raw = self.to_bytes()
         read = Manifest.parse(raw, directory)
         read.check(directory)

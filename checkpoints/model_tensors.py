@@ -15,15 +15,12 @@ from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS
-from ..storage.strides import blocks
 from .foreign.rules import Table
 from .optimizer_state import moment_name
 
 Shape = tuple[int, ...]
 #: The stored pieces that make each tensor of Hugging Face.
 Names = dict[str, list[Piece[str]]]
-#: Elements that are hashed at once.
-_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,8 @@ class Repeated:
 def sha256_of(tensor: LazyTensor) -> str:
     """Return the SHA-256 of a tensor's bytes, read in blocks."""
     digest = hashlib.sha256()
-    for box in blocks(tensor.box, _AT_ONCE):
-        digest.update(tensor.read(box, finite=False).reshape(-1).view(torch.uint8).numpy().data)
+    for numbers in tensor.in_blocks():
+        digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

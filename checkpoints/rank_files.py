@@ -149,9 +149,6 @@ class GridParts:
     grid: Grid
     files: Mapping[int, TensorFile]
 
-    def __len__(self) -> int:
-        return self.grid.number(self.shape)
-
     def near(self, box: Box) -> Iterator[Piece[Key]]:
         """Yield the parts that hold elements of ``box``."""
         for rank, part in self.grid.parts(self.shape, box):
@@ -215,13 +212,11 @@ def checkpoint_files(directory: Path, manifest: Manifest) -> list[CheckpointFile
 
 
 def checkpoint_catalog(manifest: Manifest, files: Sequence[TensorFile]) -> Catalog:
-    """Return every tensor with its owners' parts, which are in ``files``; those of a grid are computed when
-    they are asked for.
-    """
+    """Return every tensor with its owners' parts in ``files``; a grid's are computed when asked for."""
     catalog, by_rank = Catalog(), {rank: files[number] for rank, number in manifest.numbers.items()}
     for name, tensor in manifest.tensors.items():
         owners = (part for part in tensor.parts if part.role == "owner")
         listed = tuple(Piece.plain(part.box, Key(files[part.file], name)) for part in owners)
-        grid = None if tensor.grid is None else GridParts(name, tensor.shape, tensor.grid, by_rank)
+        grid = tensor.grid and GridParts(name, tensor.shape, tensor.grid, by_rank)
         catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, grid or listed)
     return catalog

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault, state_of
 from ..parallel_state.collective_errors import on_rank_0, together
-from ..storage.disk import writing
+from ..storage.disk import Disk, writing
 from ..storage.dtypes import BUFFER
 from ..storage.files_beside_weights import Companion, read_companions
 from ..storage.leftovers import clear_unfinished
@@ -135,7 +135,11 @@ class Saver:
         if self._optimizer is not None and self._contents.optimizer is not None:
             stored = gather_optimizer("save", self._model, self._optimizer, self._state)
             self._contents = replace(self._contents, optimizer=stored)
-        tensors = self._own_tensors()
+        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
+        for moment in self._moments:
+            assert self._optimizer is not None, moment
+            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
+                tensors[moment_name(moment, name)] = part
         if not self.background:
             self._write(progress, tensors)
             self.poll()
@@ -185,7 +189,7 @@ class Saver:
             if staging is None:
                 return
             for companion in self._companions:
-                companion.write(staging.directory)
+                Disk().write_file(staging.directory / companion.name, companion.data)
             written = [result for result in results if result is not None]
             dtype = next((dtype for _, dtype in written if dtype), BUFFER)
             manifest = self._manifest(progress, [file for file, _ in written], self._tensors(dtype))
@@ -263,12 +267,3 @@ class Saver:
             files=tuple(files),
             tensors=tensors,
         )
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: the parts that it stores and owns."""
-        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
-        for moment in self._moments:
-            assert self._optimizer is not None, moment
-            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
-                tensors[moment_name(moment, name)] = part
-        return tensors

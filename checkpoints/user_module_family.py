@@ -20,11 +20,19 @@ from ..storage.strict_json import StrictRecord
 MODULE = "module"
 
 
+class StoredCut(StrictRecord):
+    """Record a cut of a parameter, with the fields of ``parallel_state.Cut``."""
+
+    dim: int
+    axis: str
+    unit: int
+
+
 class StoredDeclaration(StrictRecord):
     """Record how a parameter is cut over the ranks (see ``parallel_state.Declaration``), and its stages."""
 
     shape: tuple[int, ...]
-    cut: Cut | None = None
+    cut: StoredCut | None = None
     multiple: int | None = Field(default=None, ge=1, le=2**24)
     partial: tuple[str, ...] = ()
     ends: bool = False
@@ -35,7 +43,8 @@ class StoredDeclaration(StrictRecord):
     blocks: tuple[int, ...] = ()
 
     def restored(self) -> Declaration:
-        return Declaration(**{name: value for name, value in self if name not in ("stages", "blocks")})
+        fields = self.model_dump(exclude={"stages", "blocks"})
+        return Declaration(**fields | {"cut": None if self.cut is None else Cut(**fields["cut"])})
 
 
 class StoredRule(StrictRecord):
@@ -141,17 +150,15 @@ class ModuleFamily:
         return stages
 
     def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
-        shapes = {
-            name: declaration.restored().shape for name, declaration in self.module.declarations.items()
-        }
+        shapes = {name: stored.shape for name, stored in self.module.declarations.items()}
         if not self.rules:
-            raise BadInput(
-                self.model_type, "names", expected="a table of Hugging Face's names", found="none",
-                todo="Give names=[Rule(ours, stored), ...] to describe_module",
-            )  # fmt: skip
-        blocks = 1 + max(
-            (int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=-1
-        )
+            expected, todo = (
+                "a table of Hugging Face's names",
+                "Give names=[Rule(ours, stored)] to describe_module",
+            )
+            raise BadInput(self.model_type, "names", expected=expected, found="none", todo=todo)
+        numbers = (int(number) for name in shapes for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
+        blocks = 1 + max(numbers, default=-1)
         check_names(self.rules, shapes, blocks)
         return expand(self.rules, shapes, blocks)
 

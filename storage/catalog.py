@@ -15,8 +15,10 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
 from .crc import Checksum
 from .dtypes import TORCH, look_at
 from .safetensors_reader import TensorFile
-from .strides import first_flaw
+from .strides import blocks, first_flaw
 
+#: Elements of ``LazyTensor.in_blocks``.
+_AT_ONCE = 1 << 22
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -33,8 +35,6 @@ class ComputedParts(Protocol):
 
     def near(self, box: Box) -> Iterable[Piece[Key]]:
         """Return pieces of the tensor among which are all that hold elements of ``box``."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,11 @@ class LazyTensor:
                 todo="The files do not cover this tensor: it is incomplete or overlaps itself",
             )  # fmt: skip
         return pieces
+
+    def in_blocks(self) -> Iterator[Tensor]:
+        """Yield all elements, finite or not, some at a time."""
+        for box in blocks(self.box, _AT_ONCE):
+            yield self.read(box, finite=False).contiguous()
 
     def read(
         self,
@@ -117,9 +122,6 @@ class RenamedParts:
     """Know a tensor by the pieces that it has in tensors of other names."""
 
     pieces: Sequence[tuple[Piece[str], LazyTensor]]
-
-    def __len__(self) -> int:
-        return sum(len(tensor.parts) for _, tensor in self.pieces)
 
     def near(self, box: Box) -> Iterator[Piece[Key]]:
         """Yield the pieces of ``box`` in files."""

@@ -186,7 +186,8 @@ def hold(directory: Path) -> Hold:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        reason = error.strerror or str(error)
+        words = {errno.ENOENT: "no such directory", errno.ENOTDIR: "a file"}
+        reason = words.get(error.errno or 0, error.strerror or str(error))
         raise BadCheckpoint(directory, expected="a checkpoint", found=reason) from None
     lock = Hold(fd)
     with suppress(OSError):  # no such locks here

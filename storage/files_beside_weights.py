@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from .crc import crc32
-from .disk import Disk
 from .safe_open import contained, open_regular, read_small
 from .strict_json import StoredFile, shown
 
@@ -54,10 +53,6 @@ class Companion:
     def stored(self) -> StoredFile:
         """Return the manifest's entry for this file."""
         return StoredFile(name=self.name, size=len(self.data), crc32=crc32(self.data))
-
-    def write(self, directory: Path) -> None:
-        """Write it into a checkpoint; it is on the disk when this returns."""
-        Disk().write_file(directory / self.name, self.data)
 
 
 def read_companions(paths: Sequence[Path]) -> list[Companion]:

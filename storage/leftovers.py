@@ -18,9 +18,7 @@ _LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Delete a checkpoint. It loses its name first: killed half way, what is left is no checkpoint, and
-    ``clear_unfinished`` removes it.
-    """
+    """Delete a checkpoint, first its name: what a kill leaves is none; ``clear_unfinished`` removes it."""
     disk, unnamed = Disk(), unfinished(directory, secrets.token_hex(8))
     with writing(directory):
         disk.rename(directory, unnamed)

@@ -20,11 +20,6 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 IsOurs = Callable[[bytes], bool]
 
 
-def nobodys(seen: bytes) -> bool:
-    """Return false: for commands whose earlier output people edit, no existing file may be replaced."""
-    return False
-
-
 def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that would lie in an input's folder, in a checkpoint, or among a run's checkpoints."""
     check_outside(output, inputs)
@@ -81,15 +76,16 @@ def _kept_by_runs(folder: Path) -> str:
 def check_output_file(
     out: Path,
     *,
-    ours: IsOurs = nobodys,
+    ours: IsOurs | None = None,
     force: bool = False,
     inputs: Iterable[Path] = (),
     parents: bool = False,
 ) -> None:
     """Refuse a file that cannot be written, or that exists and is not ``ours``; creates nothing.
 
-    ``force`` replaces any regular file, but never one in a place that ``check_place`` refuses. ``parents``:
-    folders above it will be made.
+    Without ``ours``, for commands whose earlier output people edit, no file is. ``force`` replaces any
+    regular file, but never one in a place that ``check_place`` refuses. ``parents``: folders above it will
+    be made.
     """
     check_place(out, inputs)
     if out.is_symlink():
@@ -107,10 +103,10 @@ def check_output_file(
         return
     if not stat.S_ISREG(out.stat().st_mode):
         raise BadInput(out, expected="a file to write", found="a pipe or a device")
-    if not force and not ours(_seen(out)):
+    if not force and (ours is None or not ours(_seen(out))):
         todo = "Choose another name, or say --force to replace it"
         actual = "one that exists and is not this command's own earlier output"
-        if ours is nobodys:  # nor can it be told from what the user has made of it
+        if ours is None:
             actual = "one that exists, and that somebody may have edited"
         raise BadInput(out, expected="a new file", found=actual, todo=todo)
 

@@ -60,9 +60,7 @@ class RemoteFolder:
         return {name: info["size"] if info["type"] == "file" else None for name, info in entries.items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
-        """Return the bytes of each file in the folder, and a text that is another one if the file changes
-        (time, ETag).
-        """
+        """Return each file's bytes, and a text that is another one if it changes (time, ETag)."""
         return {
             name: (info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
             for name, info in self._entries("").items()
@@ -102,23 +100,14 @@ class RemoteFolder:
     def fetch(self, name: str, target: Path) -> int:
         """Copy a file here, to a new file ``target``; it is on the disk when this returns its CRC-32."""
         disk, crc, done = Disk(), 0, 0
-        with writing(target), closing(disk.create(target)) as fd:  # what the store refuses is no OSError
-            for piece in self._pieces(name):
-                disk.write(fd, memoryview(piece), done)
-                crc, done = crc32(piece, crc), done + len(piece)
+        with writing(target), closing(disk.create(target)) as fd:
+            with self._reaching(name), self._system.open(self._path(name), "rb") as file:
+                while piece := bytes(file.read(_PIECE)):
+                    with writing(target):
+                        disk.write(fd, memoryview(piece), done)
+                    crc, done = crc32(piece, crc), done + len(piece)
             disk.sync(fd)
         return crc
-
-    def _pieces(self, name: str) -> Iterator[bytes]:
-        with self._reaching(name):
-            file = self._system.open(self._path(name), "rb")
-        with file:
-            while True:
-                with self._reaching(name):
-                    piece = bytes(file.read(_PIECE))
-                if not piece:
-                    return
-                yield piece
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file in one piece."""
@@ -155,10 +144,10 @@ class RemoteFolder:
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
-        """Turn an error of any store into one line that names the file."""
+        """Turn an error of any store into one line that names the file; what the disk refuses stays."""
         try:
             yield
-        except RemoteFailed:
+        except MachineFailed:
             raise
         except Exception as error:  # each store has errors of its own
             line, *_ = str(error).splitlines() or [""]

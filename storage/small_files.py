@@ -129,9 +129,7 @@ def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
 
 
 def read_good_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a log; none if there is no file. Broken lines, which a kill or a full disk
-    leaves, are passed over.
-    """
+    """Read the JSON objects of a log, if it is there; lines that a kill or a full disk broke are left out."""
     if not path.exists():
         return []
     return [line.value for line in read_log(path) if line.value is not None]

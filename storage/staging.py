@@ -24,7 +24,7 @@ from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
 from .leftovers import lock_output, make_folder
-from .output_places import IsOurs, check_free, check_output, check_output_file, nobodys
+from .output_places import IsOurs, check_free, check_output, check_output_file
 from .safe_open import read_small
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
@@ -176,7 +176,7 @@ def staged(
 def output_file(
     out: Path,
     *,
-    ours: IsOurs = nobodys,
+    ours: IsOurs | None = None,
     force: bool = False,
     inputs: Iterable[Path] = (),
     parents: bool = False,

@@ -50,7 +50,8 @@ def parse_object(
         raise kind(where, expected="text", found="half a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise kind(where, expected="valid JSON", found=place, todo=_hint(raw)) from None
+        todo = what_it_looks_like(raw) or ("" if raw.strip() else "The file is empty")
+        raise kind(where, expected="valid JSON", found=place, todo=todo) from None
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
@@ -87,10 +88,6 @@ def shown(text: object, limit: int = 80) -> str:
     """Return untrusted text as one short line for an error message."""
     line = repr(text)
     return line if len(line) <= limit else f"{line[:limit]}…"
-
-
-def _hint(raw: bytes) -> str:
-    return what_it_looks_like(raw) or ("The file is empty" if not raw.strip() else "")
 
 
 def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:

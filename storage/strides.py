@@ -1,6 +1,4 @@
-"""Say where a tensor lies in a file; compute which bytes a box of it covers, a regular grid of equal runs;
-check that boxes tile it.
-"""
+"""Say where a tensor lies in a file, which bytes a box of it covers, and whether boxes tile it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,9 +76,7 @@ class View:
 
     @property
     def nested(self) -> bool:
-        """Return whether no two elements share bytes, and the view is as simple as slices, steps and
-        permutations of a row-major tensor make it.
-        """
+        """Return whether no two elements share bytes, as after slices, steps and permutations."""
         inside = 1
         steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
         for stride, count in sorted(steps):

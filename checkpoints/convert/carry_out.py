@@ -125,7 +125,7 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
     if plan.layout is None and plan.source.manifest is not None:
         config, companions = for_transformers(config, companions)
     for companion in companions:
-        companion.write(folder)
+        Disk().write_file(folder / companion.name, companion.data)
     if plan.layout is None:
         if options.card is not None:
             Disk().write_file(folder / "README.md", options.card.encode())

@@ -88,13 +88,11 @@ class Work:
     def execute(self, transfers: Iterable[tuple[Transfer, TensorWriter]], threads: int = 2) -> Report:
         """Make the tensor of every transfer in its file.
 
-        Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``, and
-        ``BadCheckpoint`` for a plan that does not set every element exactly once. The first error ends the
-        work; the files must then not be used.
+        Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``. The first
+        error ends the work; the files must then not be used.
         """
         groups: dict[object, Group] = defaultdict(list)
         for transfer, writer in transfers:
-            transfer.check()
             if transfer.box.size:
                 groups[_shared(transfer)].append((transfer, writer))
         pool = ThreadPoolExecutor(max(1, threads))
@@ -172,10 +170,8 @@ class Work:
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
             at = [a + i for a, i in zip(box.start, index, strict=True)]
-            actual, todo = (
-                f"{numbers[tuple(index)].item()} at {at}",
-                "Pass --allow-nonfinite to take it as it is",
-            )
+            todo = "Pass --allow-nonfinite to take it as it is"
+            actual = f"{numbers[tuple(index)].item()} at {at}"
             raise BadInput(place.file.path, place.key, expected="finite numbers", found=actual, todo=todo)
         return seen.zero
 

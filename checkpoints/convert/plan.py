@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadCheckpoint, BadInput, Box, Layout, Piece, buffer_names, dtype_name
+from ...parallel_state import BadInput, Box, Layout, Piece, buffer_names, dtype_named
 from ...storage.catalog import Key, LazyTensor
-from ...storage.dtypes import BITS, TORCH, WEIGHTS
+from ...storage.dtypes import BITS, name_of
 from ...storage.file_names import ADAPTER_MODEL
-from ...storage.strides import first_flaw
 from ...system import no_garbage_search
 from ..hugging_face.writer import plan_shards
 from ..lora import Merge, base_for, read_adapter
@@ -46,13 +45,6 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         return self.box.size * BITS[self.dtype] // 8
-
-    def check(self) -> None:
-        """Refuse a plan that does not set every element of the box exactly once."""
-        boxes = [piece.box for piece in self.pieces]
-        if flaw := first_flaw(self.box, boxes):
-            raise BadCheckpoint("plan", self.name, expected="each element set once", found=str(flaw))
-        assert all(box.intersect(self.box) == box for box in boxes if box.size), self
 
 
 @dataclass(frozen=True)
@@ -178,7 +170,7 @@ def plan_conversion(
     source = read_source(
         src, allow_symlinks=allow_symlinks, config=config, names=names, implementation=implementation
     )
-    name = _dtype_name(dtype)
+    name = None if dtype is None else name_of(dtype_named(dtype, "convert", "--dtype"))
     whole: Form = "hf" if source.adapter is None else "peft"
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)
     if form == "sharded":
@@ -227,12 +219,3 @@ def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     for output in plan.files.items():
         digest.update(repr(output).encode())
     return digest.hexdigest()[:16]
-
-
-def _dtype_name(dtype: str | None) -> str | None:
-    if dtype is None:
-        return None
-    names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
-    if dtype_name(dtype) not in names:
-        raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
-    return names[dtype_name(dtype)]

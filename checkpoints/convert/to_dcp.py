@@ -5,7 +5,7 @@ each one from the source when its turn comes. So memory grows with the largest t
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..optimizer_state import adamw, moment_name
 from ..source import Source, read_source
 from ..verify import checksum_of, verify, verify_sums
 
-#: What some 1.2 kB of an archive and its directory take beside each tensor.
+#: What some 1.2 kB of an archive and its directory take beside each tensor, and beside its numbers.
 _BESIDE_A_TENSOR = 4096
 Fill = Callable[[], Tensor]
 Parts = dict[str, list[tuple[str, Piece[str]]]]
@@ -64,8 +64,7 @@ def convert_to_dcp(
                 source.path, "--to dcp", expected="tensors of an optimizer", found=actual, todo=todo
             )
     seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
-    nested, made = _planned(source, names, seen)
-    need = sum(tensor.nbytes + _BESIDE_A_TENSOR for tensor in _flat(nested))
+    nested, made, need = _planned(source, names, seen)
     for file in source.files if manifest is None else ():
         verify_sums(file, checksum_of(file))
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
@@ -103,13 +102,14 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
             raise error.failures[0][0] from None
 
 
-def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill]]:
-    """Return the state dict, of tensors without memory, and what makes each tensor, by its whole name."""
+def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill], int]:
+    """Return a state dict of tensors without memory, what makes each tensor by its name, and all bytes."""
     parts, shapes = _parts(source, names)
     prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
     weights: dict[str, Any] = {}
     state: dict[str, dict[str, Tensor]] = {}
     made: dict[str, Fill] = {}
+    nbytes = 0
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
@@ -120,12 +120,10 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
             if len(dtypes) > 1:
                 raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
-            if moment:
-                state.setdefault(name, {})[moment] = empty
-                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, tensors, empty, seen)
-            else:
-                weights[name] = empty
-                made[prefix + name] = partial(_read, tensors, empty, seen)
+            nbytes += empty.nbytes + _BESIDE_A_TENSOR
+            (state.setdefault(name, {}) if moment else weights)[moment or name] = empty
+            key = f"{optimizer}.state.{name}.{moment}" if moment else prefix + name
+            made[key] = partial(_read, tensors, empty, seen)
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
         ours: dict[str, list[str]] = {}
@@ -134,7 +132,7 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
         for name, moments in state.items():
             moments |= _numbers(source, ours, [hf for hf, _ in parts[name]])
         nested[optimizer] = {"state": state}
-    return nested, made
+    return nested, made, nbytes
 
 
 def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]) -> dict[str, Tensor]:
@@ -175,11 +173,3 @@ def _read(stored: Sequence[tuple[LazyTensor, Piece[str]]], empty: Tensor, seen: 
     for tensor, piece in stored:
         piece.of(made).copy_(tensor.read(piece.box, seen=seen))
     return made
-
-
-def _flat(nested: Mapping[str, Any]) -> Iterator[Tensor]:
-    for child in nested.values():
-        if isinstance(child, Tensor):
-            yield child
-        else:
-            yield from _flat(child)

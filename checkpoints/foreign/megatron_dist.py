@@ -18,11 +18,11 @@ from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.strides import View
-from ...storage.torch_archive import Maker, ViewFile, read_archive
+from ...storage.torch_archive import Maker, ViewFile, nested, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments, bridge_arguments, nested, step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.
@@ -128,7 +128,7 @@ def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
     steps = (
         int(group["step"])
-        for name, groups in nested(stored, 6)
+        for name, groups in nested(stored, _COMMON)
         if name.endswith("param_groups") and isinstance(groups, list)
         for group in groups
         if isinstance(group, dict) and type(group.get("step")) is int

@@ -18,10 +18,10 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.strides import View
-from ...storage.torch_archive import ViewFile, read_archive
+from ...storage.torch_archive import ViewFile, nested, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
-from .megatron_arguments import NAMES, Arguments, nested, step_folder
+from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
 from .megatron_parts import whole_parts
 
@@ -81,7 +81,12 @@ def read(path: Path) -> ForeignCheckpoint:
         if not arguments.known:
             todo = "How the ranks cut the model cannot be known without them"
             raise BadInput(file, "args", expected="Megatron's arguments", found="none", todo=todo)
-        _check_version(value, file)
+        version = value.get("checkpoint_version", 3.0)
+        if not isinstance(version, int | float) or version < 2:
+            todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
+            raise BadInput(
+                file, "checkpoint_version", expected="2.0 or later", found=shown(version), todo=todo
+            )
         arguments.check()
         step = value["iteration"] if type(value.get("iteration")) is int else None
         if not ranks:
@@ -132,13 +137,6 @@ def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tupl
     return tensor, pipeline, expert
 
 
-def _check_version(value: dict[object, object], file: Path) -> None:
-    version = value.get("checkpoint_version", 3.0)
-    if not isinstance(version, int | float) or version < 2:
-        todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
-        raise BadInput(file, "checkpoint_version", expected="2.0 or later", found=shown(version), todo=todo)
-
-
 def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None:
     """Refuse a folder in which a rank is missing, or ranks hold different numbers of virtual stages."""
     tensor = arguments.size("tensor_model_parallel_size")
@@ -158,7 +156,7 @@ def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
     """Return a model's tensors by megatron-core's names, and the number of extra states."""
     tensors: dict[str, View] = {}
     extra = 0
-    for name, child in nested(stored, 8):
+    for name, child in nested(stored, file):
         if "_extra_state" in name:
             extra += 1
         elif isinstance(child, View):

@@ -120,13 +120,11 @@ def _plain(
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
     """Check and return the index's table of tensor -> shard; each shard has a plain name with this ending."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
     if len(value) > MAX_TENSORS:
         most = f"at most {MAX_TENSORS:,} tensors"
         raise BadInput(where, "weight_map", expected=most, found=f"{len(value):,}")
-    if not value:
-        raise BadInput(where, "weight_map", expected="tensors", found="none")
     shards: dict[str, str] = {}  # lower case -> as written
     for name, shard in value.items():
         if isinstance(shard, str) and shards.get(shard.lower()) == shard:

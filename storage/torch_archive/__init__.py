@@ -5,7 +5,7 @@
 is imported or called.
 """
 
-from .archive import open_state_dict, read_archive
+from .archive import nested, open_state_dict, read_archive
 from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
 from .view_file import ViewFile
 from .zip_entries import ZipEntry, zip_entries

@@ -169,8 +169,8 @@ _NAMES: dict[str, Maker | None] = {
 }
 
 
-#: Levels of dicts inside one another, such as a trainer's ``{"model": {...}}``, and entries of all of them.
-_DEEPEST, _MOST_ENTRIES = 8, 1_000_000
+#: The most letters of a name in dicts inside one another.
+_LONGEST_NAME = 500
 
 
 def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
@@ -180,37 +180,34 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
     """
     file = ViewFile.of(path)
     value = read_archive(file)
-    for name, view in tensors_in(value, path):
-        file.add(view, name)
+    for name, view in nested(value, path):
+        if isinstance(view, View):
+            if name in file.tensors or not name.isprintable():
+                raise BadInput(path, shown(name), expected="a printable name, once", found="another")
+            file.add(view, name)
     if not file.tensors:
         raise BadInput(path, expected="a dict of tensors", found=f"a {type(value).__name__} without any")
     return file
 
 
-def tensors_in(value: object, where: object) -> Iterator[tuple[str, View]]:
-    """Yield each tensor in dicts inside one another, with its dotted name.
+def nested(stored: object, where: object, levels: int = 8) -> Iterator[tuple[str, object]]:
+    """Yield what lies in dicts inside one another, such as a trainer's ``{"model": {...}}``, by dotted names.
 
-    ``BadInput`` for a name twice, and for more entries than a model's file has: dicts may be shared, so that
-    a small file can describe very many.
+    A dict that has several names is walked once, and a name of more than 500 letters is refused: a small file
+    could say very many, and very long ones.
     """
-    level: list[tuple[str, object]] = [("", value)]
-    seen: set[str] = set()
-    met = 0
-    for _ in range(_DEEPEST):
-        tables = [(prefix, table) for prefix, table in level if isinstance(table, dict)]
-        met += sum(len(table) for _, table in tables)
-        if met > _MOST_ENTRIES:
-            raise BadInput(where, expected=f"at most {_MOST_ENTRIES:,} entries", found=f"{met:,}")
-        inside = [
-            (f"{prefix}{key}", child)
-            for prefix, table in tables
-            for key, child in table.items()
-            if isinstance(key, str | int) and isinstance(child, View | dict)
-        ]
-        for name, child in inside:
-            if isinstance(child, View):
-                if name in seen or not name.isprintable():
-                    raise BadInput(where, shown(name), expected="a printable name, once", found="another")
-                seen.add(name)
-                yield name, child
-        level = [(f"{name}.", child) for name, child in inside if isinstance(child, dict)]
+    level, seen = [("", stored)], set[int]()
+    for _ in range(levels):
+        below: list[tuple[str, object]] = []
+        for prefix, parent in level:
+            for key, child in parent.items() if isinstance(parent, dict) else ():
+                name = f"{prefix}{key}" if isinstance(key, str | int) else ""
+                if len(name) > _LONGEST_NAME:
+                    expected = f"a name of at most {_LONGEST_NAME} letters"
+                    raise BadInput(where, shown(name), expected=expected, found=f"one of {len(name):,}")
+                if name:
+                    yield name, child
+                if name and isinstance(child, dict) and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append((f"{name}.", child))
+        level = below
