@@ -1,8 +1,7 @@
 """Floor 4: weights on disk: Hugging Face folders and sharded checkpoints.
 
 Offers ``save`` and ``load``, for any model, alone or with its optimizer, in any layout; ``convert``, which
-also reshards, and ``verify``; ``Saver``, with which a training run saves; and ``Manifest``, the index of a
-checkpoint.
+also reshards, and ``verify``; ``Saver``, with which a run saves; and ``Manifest``, the index of a checkpoint.
 """
 
 from .convert.carry_out import ConversionOptions as ConversionOptions

@@ -34,8 +34,7 @@ def describe_module(
 
     ``config``: the model's config.json, or any plain data to rebuild the module from. ``names``: the table of
     Hugging Face's names. ``build``: a function that makes the module for a state, as ``Model(state=state)``
-    does; with it ``convert`` cuts the checkpoints into any number of stages. A model that a family of the zoo
-    built needs none.
+    does; with it ``convert`` cuts the checkpoints into any number of stages. A model of the zoo needs none.
     """
     model.__dict__["family"] = ModuleNames(dict(config or {}), tuple(names), build)
 

@@ -12,8 +12,7 @@ from .source import Source
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Describe how a tensor differs: ``what`` in words, and figures over all elements (NaN if they do not
-    apply).
+    """Describe how a tensor differs: ``what`` in words, and figures over all elements, or NaN.
 
     ``absolute``: the largest absolute difference. ``relative``: the largest absolute difference divided by
     the largest element of the first tensor. ``elements``: the number of elements that differ.
@@ -27,8 +26,7 @@ class Difference:
 
 
 def differences(a: Source, b: Source) -> Iterator[Difference]:
-    """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit, NaN
-    included.
+    """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit.
 
     Names are trilith's, unless both sources are Hugging Face folders. Moments are compared if both have them.
     """

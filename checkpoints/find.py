@@ -110,8 +110,7 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
 
     ``root``: a run's folder, or that of its checkpoints. A newer one that is not complete is passed over, and
     ``Found.passed_over`` says why; it is refused with ``STRICT``. Without ``whole`` a manifest is enough, for
-    ranks that rank 0 tells which one is taken. Raises ``BadCheckpoint`` if there is none; the error says what
-    the folder has instead.
+    ranks that rank 0 tells which one is taken. ``BadCheckpoint`` if there is none says what there is instead.
     """
     root = folder_of_steps(Path(root))
     if not root.is_dir():
@@ -216,8 +215,7 @@ def newest_of_run(
 ) -> Path | None:
     """Return the newest complete checkpoint in a run's folder, or ``None``; the same on every rank.
 
-    Collective: rank 0 looks and tells the others. For each incomplete checkpoint that it skips, ``say`` gets
-    the reason.
+    Collective: rank 0 looks and tells the others. For each incomplete one that it skips, ``say`` gets why.
     """
     root = Path(root)
 
@@ -242,8 +240,7 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
 
     Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
     checkpoints; it warns of each newer one that it passes over. If it has ``opened`` the newest before, that
-    is the one. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
-    must end with a collective.
+    is the one. Rank 0 holds the checkpoint during the block, which must end with a collective.
     """
     checkpoints: list[Found] = []
 

@@ -32,8 +32,7 @@ from .verify import check_bytes
 class Loaded(Progress):
     """Hold what ``load`` returns: the ``model``, and how far its run was when it was saved (``Progress``).
 
-    ``step`` is 0 for a Hugging Face folder. ``extra`` is what ``save`` was given, or what a run noted of its
-    data.
+    ``step`` is 0 for a Hugging Face folder. ``extra`` is what ``save`` was given, or a run's note of data.
     """
 
     #: A ``CausalLM``, or the module that was given.

@@ -35,8 +35,7 @@ Change = Callable[[Tensor, Box], Tensor]
 
 
 def fingerprint(base: Source) -> str:
-    """Return 16 hexadecimal digits of a model: its config, the name, dtype and shape of each tensor, and some
-    numbers.
+    """Return 16 hexadecimal digits of a model: config, each tensor's name, dtype and shape, some numbers.
 
     The numbers are the first ones of the first, the middle and the last row. They tell other weights without
     reading all; a single number changed elsewhere is not noticed. The same in every form and layout.
@@ -190,8 +189,7 @@ def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
 class Merge:
     """Add a LoRA adapter to the tensors of its base, which go by their Hugging Face names.
 
-    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear
-    at a time.
+    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds one linear's factors.
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:

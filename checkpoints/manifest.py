@@ -43,11 +43,9 @@ class Damaged(BadCheckpoint):
 
 
 class StoredAdapter(StrictRecord):
-    """State that the tensors are LoRA adapters of ``lora`` (see ``models.LoraConfig``) for the weights in
-    ``base``.
+    """State that the tensors are LoRA adapters of ``lora`` (a ``LoraConfig``) for the weights in ``base``.
 
-    ``fingerprint`` tells whether those weights are still the same (see ``fingerprint``); PEFT folders have
-    none.
+    ``fingerprint``, which PEFT folders lack, tells whether those weights are still the same.
     """
 
     lora: dict[str, JsonValue]
@@ -83,8 +81,7 @@ class Manifest(StrictRecord):
 
     @classmethod
     def load(cls, directory: Path | str, *, whole: bool = True) -> Manifest:
-        """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is missing, foreign or
-        altered.
+        """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is wrong.
 
         Checks names, sizes and coverage; ``verify`` also reads every byte. Without ``whole`` no other file is
         looked at: a checkpoint has one of each rank, and one rank looks at all of them for the others.

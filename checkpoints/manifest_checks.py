@@ -107,8 +107,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Progress:
-    """State how far a run is: ``step``, the number of steps done, and the ``layout`` that did the last of
-    them.
+    """State how far a run is: ``step``, the number of steps done, and the ``layout`` of the last.
 
     ``data``: plain data that fixes the order of the samples. ``memory``: plain data of the training loop
     (``Update.remember``). ``extra``: the user's own plain data.

@@ -98,11 +98,8 @@ def model_tensors(
     prefix = "" if table is None else table.prefix
     ignored = ignored_names(family, config, _absent_prefix(stored, family) if table is None else "")
     ignored += [] if table is None else map(re.compile, table.ignored)
-    extra = [
-        name
-        for name in sorted(stored.keys() - used.keys())
-        if not any(pattern.fullmatch(name.removeprefix(prefix)) for pattern in ignored)
-    ]
+    others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
+    extra = [name for name, rest in others.items() if not any(each.fullmatch(rest) for each in ignored)]
     _check_names(where, names, extra, family, shapes)
     for name in used:
         if stored[name].dtype not in WEIGHTS:

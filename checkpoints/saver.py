@@ -54,14 +54,12 @@ class Saver:
 
     Making a saver is collective. Data that a checkpoint cannot hold is refused then, before the first step.
     Declarations and layout alone determine which rank writes which box; only the files' sizes and checksums
-    are gathered. If one rank fails, every rank raises the same error, nothing is committed, and older
-    checkpoints stay.
+    are gathered. If one rank fails, every rank raises the same error, and nothing is committed.
 
     With ``background``, ``save`` returns when the rank's own tensors are copied; one thread writes the copy
     and commits it. A second ``save`` waits for the first. ``failed`` tells whether the thread met an error;
     ask it on all ranks, and ``wait`` then raises it on all of them. Leaving the context waits for the thread,
-    so destroy a process group only after it; after an error it waits only some seconds, because the other
-    ranks wait to hear of it.
+    so destroy a process group only after it; after an error it waits only some seconds: others wait for it.
 
     ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
     ``say`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``

@@ -42,13 +42,11 @@ _EXPECTED = "a Hugging Face folder or a checkpoint"
 
 @dataclass
 class Source:
-    """Give access to the tensors of a Hugging Face folder or a checkpoint. A checkpoint's files are opened
-    when they are needed.
+    """Give access to the tensors of a Hugging Face folder or a checkpoint. Files open when needed.
 
     ``config``: Hugging Face's dict. ``companions``: the files that are copied along (tokenizer and the like).
     ``manifest``: ``None`` for a Hugging Face folder. ``catalog``: the tensors under the names of the source.
-    ``adapter``: set if the tensors are LoRA adapters, and names their base; Hugging Face names are then
-    PEFT's.
+    ``adapter``: set if the tensors are LoRA adapters, and names their base; the names are then PEFT's.
     """
 
     path: Path

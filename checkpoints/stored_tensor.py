@@ -122,8 +122,7 @@ class Grid(StrictRecord):
         return Box(tuple(start), tuple(stop))
 
     def check(self, where: object, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
-        """Refuse a grid that leaves elements out, puts two parts into one file, or needs a file that is not
-        among those of ``ranks``.
+        """Refuse a grid that leaves elements out, puts two parts in one file, or needs one beyond ``ranks``.
 
         The work is bounded by the number of files, whatever the grid says.
         """
@@ -193,8 +192,7 @@ class Part(StrictRecord):
 
 
 class StoredTensor(StrictRecord):
-    """Describe a whole tensor: its dtype by the format's name, its shape, and either its ``parts`` or the
-    ``grid`` that they follow.
+    """Describe a whole tensor: its dtype by the format's name, shape, and its ``parts`` or their ``grid``.
 
     Read the parts through ``checkpoint_catalog``, which returns the same for both forms.
     """
@@ -205,8 +203,7 @@ class StoredTensor(StrictRecord):
     grid: Grid | None = None
 
     def check(self, where: object, name: str, files: int, ranks: Collection[int]) -> None:
-        """Refuse an unknown dtype, boxes outside the tensor, elements without exactly one owner, and missing
-        files.
+        """Refuse an unknown dtype, boxes outside the tensor, elements without one owner, and missing files.
 
         ``files``: the number of files in the manifest. ``ranks``: the ranks of a run that wrote a file.
         """

@@ -41,8 +41,7 @@ def verify(
 
     Every byte is read once, but those whose sums are in ``seen``. ``files``: a source's, of whoever reads on:
     no header is read again; without them none is kept. ``progress`` is called with the number of bytes read
-    since its last call, from any of ``threads``. An error names an older checkpoint of the run (see
-    ``damaged``).
+    since its last call, from any of ``threads``. An error names an older checkpoint (``damaged``).
     """
     directory = Path(directory)
     unopened = checkpoint_files(directory, manifest) if files is None else []
@@ -143,8 +142,7 @@ def checksum_of(file: TensorFile) -> Checksum:
 
 
 def verify_sums(file: TensorFile, seen: Checksum) -> None:
-    """Refuse a file of another project if the bytes of its tensors do not have the CRC-32 that the file
-    states.
+    """Refuse a file of another project if its tensors' bytes have not the CRC-32 that it states.
 
     Bytes whose sums are in ``seen`` are not read again.
     """
@@ -199,8 +197,7 @@ def check_bytes(source: Source, state: ParallelState) -> None:
     """Refuse a checkpoint if one of its bytes has changed; a Hugging Face folder has no checksums to compare.
 
     Collective: each rank reads a share of the files. The error is the same on every rank and names the newest
-    older checkpoint that is good. It is also an error if the ranks opened different checkpoints, because a
-    run saved a new one meanwhile.
+    older checkpoint that is good. It is also an error if ranks opened different checkpoints, as a run saves.
     """
     manifest = source.manifest
     if manifest is None:

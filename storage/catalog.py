@@ -63,10 +63,9 @@ class LazyTensor:
         pieces = [piece for part in self.near(box) if (piece := part.narrow(box)) is not None]
         covered = sum(piece.box.size for piece in pieces)
         if covered != box.size:
-            raise BadCheckpoint(
-                "checkpoint", self.name, expected=f"each of {box.size:,} elements once", found=f"{covered:,}",
-                todo="The files do not cover this tensor: it is incomplete or overlaps itself",
-            )  # fmt: skip
+            expected = f"each of {box.size:,} elements once"
+            todo = "The files do not cover this tensor: it is incomplete or overlaps itself"
+            raise BadCheckpoint("checkpoint", self.name, expected=expected, found=f"{covered:,}", todo=todo)
         return pieces
 
     def in_blocks(self) -> Iterator[Tensor]:

@@ -5,8 +5,7 @@ promise "a crash leaves the old or the new checkpoint" is tested without cutting
 
 Locks are the operating system's (flock): one process at a time, no longer than it lives. A folder is locked
 by many readers at once, against its deletion: a run with ``keep = 1`` deletes a checkpoint as soon as the
-next one is committed. On a file system without such locks a reader may get an error because files were
-deleted.
+next one is committed. On a file system without such locks a reader may find files deleted.
 """
 
 from __future__ import annotations

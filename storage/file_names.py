@@ -125,9 +125,8 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
     if len(wanted) > 1:
         kinds = " and ".join(kind.value for kind in wanted)
         says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted)
-        raise BadInput(
-            path, expected="a folder of one kind", found=f"both {kinds}", todo=f"Say which is meant: {says}"
-        )
+        todo = f"Say which is meant: {says}"
+        raise BadInput(path, expected="a folder of one kind", found=f"both {kinds}", todo=todo)
     return path, (wanted or present or [FolderKind.OTHER])[0]
 
 

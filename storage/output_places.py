@@ -84,8 +84,7 @@ def check_output_file(
     """Refuse a file that cannot be written, or that exists and is not ``ours``; creates nothing.
 
     Without ``ours``, for commands whose earlier output people edit, no file is. ``force`` replaces any
-    regular file, but never one in a place that ``check_place`` refuses. ``parents``: folders above it will
-    be made.
+    regular file, but never one in a place that ``check_place`` refuses. ``parents``: make those above it.
     """
     check_place(out, inputs)
     if out.is_symlink():

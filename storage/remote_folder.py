@@ -28,8 +28,7 @@ class RemoteFailed(MachineFailed):
 class RemoteFolder:
     """Read and write the files of a folder, which is made when the first file is written.
 
-    Raises ``BadInput`` for a URL that no installed package understands, and ``RemoteFailed`` for later
-    errors.
+    Raises ``BadInput`` for a URL that no installed package understands, ``RemoteFailed`` later.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,10 +39,9 @@ class RemoteFolder:
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
             expected, reason = "a path, or a URL whose file system is installed", str(error).splitlines()[0]
+            missing = (pair for pair in _EXTRAS.items() if pair[0] in reason)
             todo = "".join(
-                f"Install the extra {extra} of trilith, or: pip install {package}"
-                for package, extra in _EXTRAS.items()
-                if package in reason
+                f"Install the extra {extra} of trilith, or: pip install {name}" for name, extra in missing
             )
             raise BadInput(url, expected=expected, found=reason, todo=todo) from None
 
@@ -61,11 +59,8 @@ class RemoteFolder:
 
     def versions(self) -> dict[str, tuple[int, str]]:
         """Return each file's bytes, and a text that is another one if it changes (time, ETag)."""
-        return {
-            name: (info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
-            for name, info in self._entries("").items()
-            if info["type"] == "file"
-        }
+        files = {name: info for name, info in self._entries("").items() if info["type"] == "file"}
+        return {name: (info["size"], repr(sorted(info.items()))) for name, info in files.items()}
 
     def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
         with self._reaching(folder):

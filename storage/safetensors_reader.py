@@ -94,8 +94,7 @@ class TensorFile:
         """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 
         ``out``, if given, is filled and returned: a contiguous CPU tensor of that shape and of the stored
-        dtype. Raises ``BadInput`` for a type that torch does not have, and ``BadCheckpoint`` if the file
-        changed since it was opened.
+        dtype. Raises ``BadInput`` for a type that torch has not, ``BadCheckpoint`` for a file that changed.
         """
         entry = self.tensors[name]
         box = Box.whole(entry.shape) if box is None else box

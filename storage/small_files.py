@@ -141,8 +141,7 @@ Record = TypeVar("Record")
 class Journal(Generic[Record]):
     """Write and read a file of records.
 
-    ``records`` has those of an earlier run, in order, up to the first line that is not whole; the file is cut
-    off there.
+    ``records`` has those of an earlier run, up to the first line that is not whole; there the file is cut.
     """
 
     def __init__(self, path: Path, record: type[Record]) -> None:
@@ -150,7 +149,17 @@ class Journal(Generic[Record]):
         self._adapter = TypeAdapter(record)
         self.records: list[Record] = []
         self._length = 0
-        self._read()
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            text, _, crc = line.rpartition(b" ")
+            try:
+                if crc != b"%08x\n" % crc32(text):
+                    break
+                self.records.append(self._adapter.validate_json(text, strict=True))
+            except ValidationError:
+                break
+            self._length += len(line)
+        if path.exists():
+            os.truncate(path, self._length)
 
     def add(self, record: Record) -> None:
         """Write a record; it is on the disk when this returns."""
@@ -168,20 +177,6 @@ class Journal(Generic[Record]):
         """Delete all records, because they do not describe the files."""
         self._path.unlink(missing_ok=True)
         self.records, self._length = [], 0
-
-    def _read(self) -> None:
-        if not self._path.exists():
-            return
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            text, _, crc = line.rpartition(b" ")
-            try:
-                if crc != b"%08x\n" % crc32(text):
-                    break
-                self.records.append(self._adapter.validate_json(text, strict=True))
-            except ValidationError:
-                break
-            self._length += len(line)
-        os.truncate(self._path, self._length)
 
 
 JOURNAL = "journal.jsonl"

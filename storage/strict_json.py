@@ -121,12 +121,8 @@ def deeper(value: object, most: int) -> bool:
     """Return whether lists and objects are nested more than ``most`` levels deep."""
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
+        nests = (parent.values() if isinstance(parent, dict) else parent for parent in level)
+        level = [child for nest in nests for child in nest if isinstance(child, dict | list)]
         if not level:
             return False
     return True

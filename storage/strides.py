@@ -97,8 +97,7 @@ def runs_of(
     """Yield the bytes of ``box`` in a tensor of ``shape``, in the order of its elements.
 
     A box that is whole in every dim but its first gives one run; a box of columns gives one ``Runs`` of many
-    rows; only a box cut in three dims or more gives several. ``strides``, in elements: of a tensor that is
-    not row-major.
+    rows; only a box cut in three dims or more gives several. ``strides``, in elements: if not row-major.
     """
     assert len(shape) == len(box.start) and all(map(le, box.stop, shape)), (shape, box)
     if box.size == 0:
@@ -121,8 +120,7 @@ def runs_of(
 def blocks(box: Box, most: int) -> Iterator[Box]:
     """Yield the box in pieces of at most ``most`` elements (at least one), in order.
 
-    Every piece is one run of the box seen as a tensor of its own, so writing the pieces in turn is
-    sequential.
+    Every piece is one run of the box seen as a tensor of its own, so that writing is sequential.
     """
     shape = box.shape
     dim = 0
@@ -156,8 +154,7 @@ class Flaw:
 def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
     """Return the first part of ``whole`` that is not in exactly one of ``boxes``; parts outside do not count.
 
-    The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, one dim after
-    the other.
+    The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, dim by dim.
     """
     inside = [part for box in boxes if (part := box.intersect(whole)) is not None]
     return _sweep(whole, inside, 0) if whole.size else None

@@ -42,8 +42,7 @@ class Report:
     """Name the tensors whose numbers need a warning.
 
     By tensor, ``overflows`` counts the numbers that a cast made infinite, and ``underflows`` the numbers that
-    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros only; ``zeros`` names the
-    tensors that hold only zeros.
+    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros; ``zeros`` those of zeros.
     """
 
     overflows: Counter[str] = field(default_factory=Counter)

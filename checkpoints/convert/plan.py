@@ -1,7 +1,6 @@
 """Plan a conversion: the files to write, the tensors of each file, and the source bytes of each tensor.
 
-A plan is computed from headers and declarations alone. It can be printed, also for a model far larger than
-the memory of this machine.
+A plan is computed from headers and declarations alone. It can be printed, however large the model.
 """
 
 import hashlib
@@ -190,8 +189,7 @@ def plan_conversion(
 
 
 def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
-    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder; ``carry_out`` writes
-    it.
+    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder, for ``carry_out``.
 
     ``base``: a Hugging Face folder or a checkpoint. ``adapter``: a PEFT folder, a LoRA run or a checkpoint of
     one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
@@ -207,8 +205,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
 def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     """Return 16 hexadecimal digits that differ if other bytes would be written, by plan or source files.
 
-    The content of the source's files counts, not only their names and times: they may have changed since a
-    conversion was killed.
+    The content of the source's files counts, not only names and times: they may have changed since a kill.
     """
     source, merged = plan.source, None if plan.merge is None else plan.merge.identity
     stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)

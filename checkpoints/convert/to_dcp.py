@@ -55,14 +55,11 @@ def convert_to_dcp(
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
     manifest = source.manifest
-    stored = None if manifest is None else manifest.optimizer
-    for key, number in {} if stored is None else stored.numbers.items():
-        if number.dtype in ("int", "float"):
+    if manifest is not None and (stored := manifest.optimizer) is not None:
+        for key in (key for key, number in stored.numbers.items() if number.dtype in ("int", "float")):
+            expected, actual = "tensors of an optimizer", f"{stored.kind}, whose {key} is no tensor"
             todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
-            actual = f"{stored.kind}, whose {key} is no tensor" if stored is not None else key
-            raise BadInput(
-                source.path, "--to dcp", expected="tensors of an optimizer", found=actual, todo=todo
-            )
+            raise BadInput(source.path, "--to dcp", expected=expected, found=actual, todo=todo)
     seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
     nested, made, need = _planned(source, names, seen)
     for file in source.files if manifest is None else ():

@@ -28,7 +28,6 @@ from ...storage.torch_archive import (
     read_records,
 )
 from ...storage.torch_archive.archive import size_of
-from ...system import counted
 from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
@@ -93,10 +92,7 @@ def read(path: Path) -> ForeignCheckpoint:
             objects.append(name)
         else:
             checkpoint.tensors[name] = tensor
-    if objects:
-        checkpoint.skipped.append(
-            f"not read: {counted(len(objects), 'entry')} beside the weights, such as {objects[0]}"
-        )
+    checkpoint.skip(objects, "beside the weights")
     if any(moments.values()):
         checkpoint.moments = {
             kind: _by_weight(moment_tensors, checkpoint.tensors) for kind, moment_tensors in moments.items()

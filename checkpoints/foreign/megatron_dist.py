@@ -79,11 +79,9 @@ def read(path: Path) -> ForeignCheckpoint:
             left.append(stored)
         elif not _is_extra(stored):
             weights[stored.removeprefix(prefix)] = tensor
-    extra = sum(map(_is_extra, (*tensors, *objects)))
     checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
-    if extra:
-        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
+    checkpoint.skip([*filter(_is_extra, (*tensors, *objects))], "_extra_state, without weights")
     _take_states(checkpoint, states, left, common)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
     checkpoint.moments = {
@@ -118,10 +116,7 @@ def _take_states(
             f"which the ranks that wrote them alone could read. Megatron writes readable ones with {READABLE}"
         )
         left = [name for name in left if name not in unreadable]
-    if left:
-        checkpoint.skipped.append(
-            f"not read: {counted(len(left), 'entry')} beside the weights, such as {left[0]}"
-        )
+    checkpoint.skip(left, "beside the weights")
 
 
 def _updates(stored: object) -> int | None:

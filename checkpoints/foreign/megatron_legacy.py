@@ -69,7 +69,7 @@ def read(path: Path) -> ForeignCheckpoint:
     folder = step_folder(path)
     ranks: list[_Rank] = []
     checkpoint = ForeignCheckpoint(folder, FORM, Catalog(), names="megatron")
-    extra, optimizer, first = 0, False, Arguments(None, folder)
+    extra, optimizer, first = list[str](), False, Arguments(None, folder)
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
         file = contained(folder, f"{rank_folder.name}/{name}")
@@ -110,8 +110,7 @@ def read(path: Path) -> ForeignCheckpoint:
         )
     if first.untie_embeddings_and_output_weights is not True:
         checkpoint.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
-    if extra:
-        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
+    checkpoint.skip(extra, "_extra_state, without weights")
     if optimizer or any(folder.glob("mp_rank_*/*optim.pt")):
         checkpoint.skipped.append(
             "no moments: in this format they depend on the ranks that wrote them. Megatron writes readable "
@@ -152,13 +151,12 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
         raise BadInput(folder, expected="as many models in every rank's file", found=counts)
 
 
-def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
-    """Return a model's tensors by megatron-core's names, and the number of extra states."""
-    tensors: dict[str, View] = {}
-    extra = 0
+def _flat(stored: object, file: Path) -> tuple[dict[str, View], list[str]]:
+    """Return a model's tensors by megatron-core's names, and the names of extra states."""
+    tensors, extra = dict[str, View](), list[str]()
     for name, child in nested(stored, file):
         if "_extra_state" in name:
-            extra += 1
+            extra.append(name)
         elif isinstance(child, View):
             name = name.removeprefix("module.")
             for pattern, new in _OLDER.items():

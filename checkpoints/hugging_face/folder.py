@@ -39,8 +39,7 @@ _REASONS = {
 
 
 class HFFolder:
-    """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names the file and
-    tensor at fault.
+    """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names what is at fault.
 
     ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
     ``catalog``: its tensors. ``companions``: the paths of the files to copy along. Links may lead only into

@@ -54,8 +54,7 @@ def read_archive(
     The file is told the storages with the CRC-32 that the archive states; only those of the pickle and the
     byte order are compared yet. ``allowed``: names that may occur besides torch's own for tensors (see
     ``read_records``). ``BadInput`` for an older form than the zip archives of torch 1.6, for any other name,
-    and for an archive whose storages and tensors do not fit together; ``BadCheckpoint`` for a pickle that was
-    altered.
+    for an archive whose storages and tensors do not fit together; ``BadCheckpoint`` for an altered pickle.
     """
     where = file.path
     with file.opened() as fd:
