@@ -23,7 +23,7 @@ from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.folder import FILES, from_hub
-from .manifest import Damaged, Manifest
+from .manifest import Manifest
 
 #: Whether a newest checkpoint that is not whole is refused (``--strict``) instead of passed over.
 STRICT: ContextVar[bool] = ContextVar("strict", default=False)
@@ -262,17 +262,20 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
     checkpoints.clear()
 
 
-def damaged(where: object, key: object = None, *, expected: object, found: object, todo: str = "") -> Damaged:
+def damaged(
+    where: object, key: object = None, *, expected: object, found: object, todo: str = ""
+) -> BadCheckpoint:
     """Return the error about a byte of ``where``, a checkpoint or a file of it, that is not the one written.
 
     It names the newest complete checkpoint of the run with fewer steps, and how to go on from it. Nothing but
     the manifest of that one is read: it is verified when it is used.
     """
-    checkpoint = Damaged(where).checkpoint
+    place = Path(str(where))
+    checkpoint = place if place.is_dir() else place.parent
     if STEP_NAME.fullmatch(checkpoint.name):
         steps = (path for path, _ in good_manifests(checkpoint.parent) if step_of(path) < step_of(checkpoint))
         if (older := next(steps, None)) is not None:
             move = shlex.join(["mv", "--", str(checkpoint), str(set_aside_name(checkpoint))])
             complete = f"The newest complete checkpoint before it is {older}"
             todo = f"{todo}. {complete}: after `{move}` the same command goes on from it".lstrip(". ")
-    return Damaged(where, key, expected=expected, found=found, todo=todo)
+    return BadCheckpoint(where, key, expected=expected, found=found, todo=todo)

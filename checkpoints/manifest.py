@@ -33,15 +33,6 @@ MAX_BYTES = 1 << 30
 _MOST_RANKS = 1 << 24
 
 
-class Damaged(BadCheckpoint):
-    """Report a checkpoint with a byte that is not the one written; ``where`` is a file in it."""
-
-    @property
-    def checkpoint(self) -> Path:
-        where = Path(str(self.where))
-        return where if where.is_dir() else where.parent
-
-
 class StoredAdapter(StrictRecord):
     """State that the tensors are LoRA adapters of ``lora`` (a ``LoraConfig``) for the weights in ``base``.
 

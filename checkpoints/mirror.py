@@ -19,7 +19,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
 from .find import complete_checkpoints, damaged, first_whole, step_of, steps_at, whole_copy
-from .manifest import MAX_BYTES, Damaged, Manifest
+from .manifest import MAX_BYTES, Manifest
 from .manifest_checks import check_same_model
 
 _TRIAL = "trial.tmp"
@@ -99,7 +99,7 @@ class Mirror:
                     crc = self.folder.fetch(f"{name}/{file.name}", staging.directory / file.name)
                     if crc != file.crc32:
                         where = f"{self.folder.url}/{name}/{file.name}"
-                        raise Damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
+                        raise BadCheckpoint(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
                 staging.publish(raw)
             return root / name
 
