@@ -149,6 +149,9 @@ class GridParts:
     grid: Grid
     files: Mapping[int, TensorFile]
 
+    def __len__(self) -> int:
+        return self.grid.number(self.shape)
+
     def near(self, box: Box) -> Iterator[Piece[Key]]:
         """Yield the parts that hold elements of ``box``."""
         for rank, part in self.grid.parts(self.shape, box):

@@ -92,8 +92,8 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     for file in source.stored_files:
         left, plain = in_file[file], dict[int, tuple[View, str]]()
         for key, view in _row_by_row(file):
-            if (tensor := left.pop(Key(file, key), None)) is not None:
-                plain[view.begin] = view, tensor.name
+            if Key(file, key) in left:
+                plain[view.begin] = view, left.pop(Key(file, key)).name
         bounds = [
             *((view.begin, view.end) for view, _ in plain.values()),
             *(stated[:2] for stated in file.sums),

@@ -36,6 +36,8 @@ class ComputedParts(Protocol):
     def near(self, box: Box) -> Iterable[Piece[Key]]:
         """Return pieces of the tensor among which are all that hold elements of ``box``."""
 
+    def __len__(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
@@ -121,6 +123,9 @@ class RenamedParts:
     """Know a tensor by the pieces that it has in tensors of other names."""
 
     pieces: Sequence[tuple[Piece[str], LazyTensor]]
+
+    def __len__(self) -> int:
+        return sum(len(tensor.parts) for _, tensor in self.pieces)
 
     def near(self, box: Box) -> Iterator[Piece[Key]]:
         """Yield the pieces of ``box`` in files."""

@@ -76,9 +76,8 @@ def finished_name(name: str) -> str | None:
 def leftovers(output: Path) -> list[Path]:
     """Find what lies unfinished beside ``output``, made for it by any process."""
     name = finished_name(unfinished(output, "0" * 16).name)
-    if not output.parent.is_dir():
-        return []
-    return [path for path in output.parent.iterdir() if finished_name(path.name) == name]
+    siblings = output.parent.iterdir() if output.parent.is_dir() else ()
+    return [path for path in siblings if finished_name(path.name) == name]
 
 
 class FolderKind(Enum):

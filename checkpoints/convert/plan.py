@@ -133,10 +133,8 @@ def plan_to_sharded(
 def file_name(rank: int, layout: Layout) -> str:
     """Return a name such as ``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
     at = layout.coordinates(rank)
-    return (
-        f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}."
-        f"tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
-    )
+    stage = f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}"
+    return f"{stage}.tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
 
 
 def _fixed(source: Source) -> frozenset[str]:

@@ -34,11 +34,7 @@ Seen = Mapping[TensorFile, Checksum] | None
 
 
 def convert_to_dcp(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    names: str | None = None,
-    config: str | Path | None = None,
+    src: str | Path, dst: str | Path, *, names: str | None = None, config: str | Path | None = None
 ) -> Source:
     """Write the weights of ``src``, and its moments if it has some, into a new folder as a DCP checkpoint.
 

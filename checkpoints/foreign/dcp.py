@@ -27,7 +27,7 @@ from ...storage.torch_archive import (
     read_archive,
     read_records,
 )
-from ...storage.torch_archive.archive import size_of
+from ...storage.torch_archive.archive import DTYPES, size_of
 from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
@@ -36,7 +36,6 @@ _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOST_BYTES = 1 << 29
 #: Opcodes of ``.metadata``: some 40 for each chunk of a tensor.
 _LIMITS = Limits(nodes=50_000_000)
-_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
 _METADATA = "torch.distributed.checkpoint.metadata."
 #: The names that DCP writes into ``.metadata``.
 NAMES: dict[str, Maker | None] = {
@@ -53,7 +52,7 @@ NAMES: dict[str, Maker | None] = {
     "pathlib._local.PosixPath": None,
     "torch.Size": size_of,
     "collections.OrderedDict": OrderedDict.make,
-    **dict.fromkeys(_DTYPES),
+    **dict.fromkeys(DTYPES),
 }
 #: AdamW's state in an optimizer's flattened state: the weight and the kind of state.
 _STATE = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)")
@@ -94,9 +93,8 @@ def read(path: Path) -> ForeignCheckpoint:
             checkpoint.tensors[name] = tensor
     checkpoint.skip(objects, "beside the weights")
     if any(moments.values()):
-        checkpoint.moments = {
-            kind: _by_weight(moment_tensors, checkpoint.tensors) for kind, moment_tensors in moments.items()
-        }
+        weights = checkpoint.tensors
+        checkpoint.moments = {kind: _by_weight(stored, weights) for kind, stored in moments.items()}
         checkpoint.updates = _updates(updates, path)
     return checkpoint
 
@@ -178,9 +176,9 @@ def _tensor(
     shape = _sizes(size, where, name)
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Name) or dtype.text not in _DTYPES or not isinstance(chunks, list):
+    if not isinstance(dtype, Name) or dtype.text not in DTYPES or not isinstance(chunks, list):
         raise BadInput(where, shown(name), expected="a dtype and chunks", found="something else")
-    stored, made = _DTYPES[dtype.text], []
+    stored, made = DTYPES[dtype.text], []
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
         offsets, sizes = (_sizes(field, where, name) for field in fields)

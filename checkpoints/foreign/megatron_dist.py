@@ -84,9 +84,8 @@ def read(path: Path) -> ForeignCheckpoint:
     checkpoint.skip([*filter(_is_extra, (*tensors, *objects))], "_extra_state, without weights")
     _take_states(checkpoint, states, left, common)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
-    checkpoint.moments = {
-        kind: Catalog(_numbered(tensors, folder)) for kind, tensors in checkpoint.moments.items()
-    }
+    moments = checkpoint.moments.items()
+    checkpoint.moments = {kind: Catalog(_numbered(stored, folder)) for kind, stored in moments}
     return checkpoint
 
 
@@ -100,9 +99,7 @@ def _take_states(
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
     if all(moments.values()):
-        checkpoint.moments = {
-            kind: _shaped(checkpoint, kind, moment_tensors) for kind, moment_tensors in moments.items()
-        }
+        checkpoint.moments = {kind: _shaped(checkpoint, kind, stored) for kind, stored in moments.items()}
         own = states.get("param") or states.get("fp32_param") or Catalog()
         checkpoint.tensors |= _shaped(checkpoint, "fp32_param", own)
         if own:

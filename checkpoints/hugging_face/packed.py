@@ -86,8 +86,9 @@ class PackedFile(TensorFile):
         """Return the elements of tensor ``name`` in ``box`` (default: all) as bf16; see ``TensorFile``."""
         box = Box.whole(self.tensors[name].shape) if box is None else box
         out = torch.empty(box.shape, dtype=torch.bfloat16) if out is None else out
+        numbers, scales = (partial(file.read, key) for file, key in self.made_of(name))
         if box.size:
-            self.unpack(*(partial(file.read, key) for file, key in self.made_of(name)), box, out)
+            self.unpack(numbers, scales, box, out)
         return out
 
     def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:

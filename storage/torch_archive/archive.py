@@ -26,7 +26,8 @@ from .zip_entries import ZipEntry, zip_entries
 #: The most bytes of an archive's pickle.
 _MOST_BYTES = 64 << 20
 _ZIP, _TAR_NAME, _PICKLE = b"PK", b"./", b"\x80"
-_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
+#: The format's names of types, by those that pickles have.
+DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
 #: torch's typed storages; those of newer types are untyped, and the tensor names its dtype.
 _STORAGES = {
     **{"torch.DoubleStorage": "F64", "torch.FloatStorage": "F32", "torch.HalfStorage": "F16"},
@@ -138,9 +139,9 @@ def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
 
 def _tensor_of_dtype(args: tuple[Any, ...]) -> View:
     name = args[6]
-    if not isinstance(name, Name) or name.text not in _DTYPES:
+    if not isinstance(name, Name) or name.text not in DTYPES:
         raise ValueError("no dtype that torch holds")
-    return _tensor(args, _DTYPES[name.text])
+    return _tensor(args, DTYPES[name.text])
 
 
 def _parameter(args: tuple[Any, ...]) -> View:
@@ -164,7 +165,7 @@ _NAMES: dict[str, Maker | None] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch.Size": size_of,
     "torch.device": None,
-    **dict.fromkeys((*_STORAGES, *_DTYPES)),
+    **dict.fromkeys((*_STORAGES, *DTYPES)),
 }
 
 
