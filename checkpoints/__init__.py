@@ -1,8 +1,7 @@
 """Floor 4: weights on disk: Hugging Face folders and sharded checkpoints.
 
 Offers ``save`` and ``load``, for any model, alone or with its optimizer, in any layout; ``convert``, which
-also reshards, and ``verify``; ``Saver``, with which a training run saves; and ``Manifest``, the index of a
-checkpoint.
+also reshards, and ``verify``; ``Saver``, with which a run saves; and ``Manifest``, the index of a checkpoint.
 """
 
 from .convert.carry_out import ConversionOptions as ConversionOptions
@@ -25,7 +24,6 @@ from .load import check_whole as check_whole
 from .load import load as load
 from .load import load_source as load_source
 from .load import with_adapter as with_adapter
-from .lora import check_base as check_base
 from .lora import fingerprint as fingerprint
 from .lora import read_adapter as read_adapter
 from .lora import read_converted as read_converted

@@ -21,7 +21,7 @@ from .mirror import Mirror
 T = TypeVar("T")
 
 
-class LatestOnly(Generic[T]):
+class LatestOnly(ThreadPoolExecutor, Generic[T]):
     """Call ``work`` in a thread with the latest of what is given to ``begin``.
 
     What is given while the thread works must wait, and only the latest of it is used. ``work`` must not
@@ -29,23 +29,20 @@ class LatestOnly(Generic[T]):
     """
 
     def __init__(self, name: str, work: Callable[[T], None]) -> None:
-        self._thread, self._work = ThreadPoolExecutor(1, name), work
+        super().__init__(1, name)
+        self._work = work
         self._waiting = deque[T](maxlen=1)
         self._last: Future[None] | None = None
 
     def begin(self, latest: T) -> None:
         """Begin the work on this; if the thread is busy, let it be the next. Returns at once."""
         self._waiting.append(latest)
-        self._last = self._thread.submit(self._run)
+        self._last = self.submit(self._run)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is left to do, at most this many seconds."""
         if self._last is not None:
             wait([self._last], timeout)
-
-    def close(self, *, wait: bool) -> None:
-        """End the thread when nothing is left to do; ``wait`` until then."""
-        self._thread.shutdown(wait=wait)
 
     def _run(self) -> None:
         while self._waiting:  # unless the call before took it
@@ -87,8 +84,8 @@ class AfterCommit:
 
     def close(self, *, wait: bool) -> None:
         """End both threads when nothing is left to do; ``wait`` until then."""
-        self._copying.close(wait=wait)
-        self._retention.close(wait=wait)
+        self._copying.shutdown(wait=wait)
+        self._retention.shutdown(wait=wait)
 
     def _begin_copy(self, path: Path) -> None:
         if self.mirror is not None:

@@ -34,8 +34,7 @@ def describe_module(
 
     ``config``: the model's config.json, or any plain data to rebuild the module from. ``names``: the table of
     Hugging Face's names. ``build``: a function that makes the module for a state, as ``Model(state=state)``
-    does; with it ``convert`` cuts the checkpoints into any number of stages. A model that a family of the zoo
-    built needs none.
+    does; with it ``convert`` cuts the checkpoints into any number of stages. A model of the zoo needs none.
     """
     model.__dict__["family"] = ModuleNames(dict(config or {}), tuple(names), build)
 
@@ -71,10 +70,9 @@ def check_memory(model: nn.Module, where: str) -> None:
     """Refuse a model on the meta device, which can be neither filled nor saved; a rank looks for itself."""
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
-            raise BadInput(
-                where, name, expected="a parameter with memory", found="one on the meta device",
-                todo='Build the model with device="cpu", or call model.to_empty(device=...) before',
-            )  # fmt: skip
+            expected, actual = "a parameter with memory", "one on the meta device"
+            todo = 'Build the model with device="cpu", or call model.to_empty(device=...) before'
+            raise BadInput(where, name, expected=expected, found=actual, todo=todo)
 
 
 def _of_one_block(build: Callable[[ParallelState], nn.Module]) -> list[dict[str, Declaration]]:
@@ -107,8 +105,7 @@ def _gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Dec
     for number, stage in enumerate(stages):
         for name, declaration in stage.items():
             if first.setdefault(name, number) != number and not declaration.ends:
-                raise BadInput(
-                    "model", name, expected="one stage", found=f"stages {first[name]} and {number}",
-                    todo="Declare it with ends=True if both ends of the pipeline hold it",
-                )  # fmt: skip
+                actual = f"stages {first[name]} and {number}"
+                todo = "Declare it with ends=True if both ends of the pipeline hold it"
+                raise BadInput("model", name, expected="one stage", found=actual, todo=todo)
     return stages

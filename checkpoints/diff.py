@@ -4,19 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..parallel_state import BadInput
 from ..storage.catalog import LazyTensor
-from ..storage.strides import blocks
 from .source import Source
-
-_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Describe how a tensor differs: ``what`` in words, and figures over all elements (NaN if they do not
-    apply).
+    """Describe how a tensor differs: ``what`` in words, and figures over all elements, or NaN.
 
     ``absolute``: the largest absolute difference. ``relative``: the largest absolute difference divided by
     the largest element of the first tensor. ``elements``: the number of elements that differ.
@@ -30,8 +27,7 @@ class Difference:
 
 
 def differences(a: Source, b: Source) -> Iterator[Difference]:
-    """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit, NaN
-    included.
+    """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit.
 
     Names are trilith's, unless both sources are Hugging Face folders. Moments are compared if both have them.
     """
@@ -54,20 +50,23 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
             yield Difference(name, f"only in {b.path}")
 
 
+def _most(numbers: Tensor) -> float:
+    """Return the largest absolute value; 0 if there is no number."""
+    return float(numbers.abs().max()) if numbers.numel() else 0.0
+
+
 def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
     name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
-    for box in blocks(a.box, _ELEMENTS):
-        x, y = (tensor.read(box, finite=False) for tensor in (a, b))
+    for x, y in zip(a.in_blocks(), b.in_blocks(), strict=True):
         # A scalar has bytes as well, after reshape.
-        if x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y))):
-            largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
-            continue
+        same = x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y)))
         x, y = x.double(), y.double()
-        differ = (x != y) & ~(x.isnan() & y.isnan())
-        count += int(differ.sum())
-        worst = max(worst, float((x - y)[differ].abs().max()) if bool(differ.any()) else 0.0)
-        largest = max(largest, float(x.abs().max()))
+        largest = max(largest, _most(x))
+        if not same:
+            differ = (x != y) & ~(x.isnan() & y.isnan())
+            count += int(differ.sum())
+            worst = max(worst, _most((x - y)[differ]))
     if dtypes[0] != dtypes[1]:
         what = f"{dtypes[0]} and {dtypes[1]}" + (", other numbers" if count else ", the same numbers")
         yield Difference(name, what, worst, worst / largest if largest else 0.0, count)

@@ -23,7 +23,7 @@ from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.folder import FILES, from_hub
-from .manifest import Damaged, Manifest
+from .manifest import Manifest
 
 #: Whether a newest checkpoint that is not whole is refused (``--strict``) instead of passed over.
 STRICT: ContextVar[bool] = ContextVar("strict", default=False)
@@ -101,7 +101,6 @@ def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
     ``whole``: as for ``Manifest.load``.
     """
     directory = Path(directory)
-    Manifest.check_there(directory)
     lock = hold(directory)
     return Found(directory, Manifest.load(directory, whole=whole), (), lock)
 
@@ -111,8 +110,7 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
 
     ``root``: a run's folder, or that of its checkpoints. A newer one that is not complete is passed over, and
     ``Found.passed_over`` says why; it is refused with ``STRICT``. Without ``whole`` a manifest is enough, for
-    ranks that rank 0 tells which one is taken. Raises ``BadCheckpoint`` if there is none; the error says what
-    the folder has instead.
+    ranks that rank 0 tells which one is taken. ``BadCheckpoint`` if there is none says what there is instead.
     """
     root = folder_of_steps(Path(root))
     if not root.is_dir():
@@ -217,8 +215,7 @@ def newest_of_run(
 ) -> Path | None:
     """Return the newest complete checkpoint in a run's folder, or ``None``; the same on every rank.
 
-    Collective: rank 0 looks and tells the others. For each incomplete checkpoint that it skips, ``say`` gets
-    the reason.
+    Collective: rank 0 looks and tells the others. For each incomplete one that it skips, ``say`` gets why.
     """
     root = Path(root)
 
@@ -243,8 +240,7 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
 
     Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
     checkpoints; it warns of each newer one that it passes over. If it has ``opened`` the newest before, that
-    is the one. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
-    must end with a collective.
+    is the one. Rank 0 holds the checkpoint during the block, which must end with a collective.
     """
     checkpoints: list[Found] = []
 
@@ -266,17 +262,20 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
     checkpoints.clear()
 
 
-def damaged(where: object, key: object = None, *, expected: object, found: object, todo: str = "") -> Damaged:
+def damaged(
+    where: object, key: object = None, *, expected: object, found: object, todo: str = ""
+) -> BadCheckpoint:
     """Return the error about a byte of ``where``, a checkpoint or a file of it, that is not the one written.
 
     It names the newest complete checkpoint of the run with fewer steps, and how to go on from it. Nothing but
     the manifest of that one is read: it is verified when it is used.
     """
-    checkpoint = Damaged(where).checkpoint
+    place = Path(str(where))
+    checkpoint = place if place.is_dir() else place.parent
     if STEP_NAME.fullmatch(checkpoint.name):
         steps = (path for path, _ in good_manifests(checkpoint.parent) if step_of(path) < step_of(checkpoint))
         if (older := next(steps, None)) is not None:
             move = shlex.join(["mv", "--", str(checkpoint), str(set_aside_name(checkpoint))])
             complete = f"The newest complete checkpoint before it is {older}"
             todo = f"{todo}. {complete}: after `{move}` the same command goes on from it".lstrip(". ")
-    return Damaged(where, key, expected=expected, found=found, todo=todo)
+    return BadCheckpoint(where, key, expected=expected, found=found, todo=todo)

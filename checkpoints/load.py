@@ -32,8 +32,7 @@ from .verify import check_bytes
 class Loaded(Progress):
     """Hold what ``load`` returns: the ``model``, and how far its run was when it was saved (``Progress``).
 
-    ``step`` is 0 for a Hugging Face folder. ``extra`` is what ``save`` was given, or what a run noted of its
-    data.
+    ``step`` is 0 for a Hugging Face folder. ``extra`` is what ``save`` was given, or a run's note of data.
     """
 
     #: A ``CausalLM``, or the module that was given.
@@ -132,9 +131,7 @@ def _sources(
 def with_adapter(
     source: Source, adapter: str | Path | None = None, *, whole: bool = True
 ) -> tuple[Source, Source | None]:
-    """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``. ``whole``: as
-    for ``read_source``.
-    """
+    """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``."""
     if adapter is not None:
         base = base_for(adapter, source)
     elif source.adapter is None:
@@ -226,10 +223,8 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
     stored = {TORCH[whole.dtype] for name, whole in source.catalog.items() if name.startswith("optimizer.")}
     here = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if stored and here and stored != here:
-        expected, actual = (
-            ", ".join(sorted(f"{dtype}".removeprefix("torch.") for dtype in dtypes))
-            for dtypes in (stored, here)
-        )
+        names = (sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) for dtypes in (stored, here))
+        expected, actual = map(", ".join, names)
         expected = f"{expected}, as the run's weights and moments are"
         todo = "Resume with that dtype, or start a new run from these weights"
         raise BadInput(source.path, "dtype", expected=expected, found=actual, todo=todo)

@@ -35,8 +35,7 @@ Change = Callable[[Tensor, Box], Tensor]
 
 
 def fingerprint(base: Source) -> str:
-    """Return 16 hexadecimal digits of a model: its config, the name, dtype and shape of each tensor, and some
-    numbers.
+    """Return 16 hexadecimal digits of a model: config, each tensor's name, dtype and shape, some numbers.
 
     The numbers are the first ones of the first, the middle and the last row. They tell other weights without
     reading all; a single number changed elsewhere is not noticed. The same in every form and layout.
@@ -53,9 +52,7 @@ def fingerprint(base: Source) -> str:
 
 
 def stored_adapter(family: AdaptedFamily, base: Source, *, whole: bool = True) -> StoredAdapter:
-    """Return what a checkpoint of these adapters states about them and their base; without ``whole`` no
-    fingerprint, which one of many ranks takes for all.
-    """
+    """Return what a checkpoint states of these adapters and their base, with ``whole`` its fingerprint."""
     lora, taken = family.lora.model_dump(mode="json"), fingerprint(base) if whole else None
     return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=taken)
 
@@ -70,37 +67,37 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     """
     if base.adapter is not None:
         raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
-    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
-    if kind is FolderKind.ADAPTER:
+    path, source = _adapters_in(path, whole=whole)
+    if source is None:
         return _peft_folder(path, base)
-    source = read_source(path, whole=whole)
-    if source.adapter is None:
-        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
-    if whole:
-        check_base(source.adapter, base, source.path)
+    if whole and source.adapter is not None and source.adapter.fingerprint is not None:
+        here = StoredAdapter(lora={}, base=str(base.path), fingerprint=fingerprint(base))
+        check_same_base(source.adapter, here, source.path)
     return source
 
 
 def base_for(adapter: str | Path, base: Source) -> Source:
     """Return the base as adapters' checkpoint has it: computed by the zoo's code, or by transformers'."""
-    path, kind = kind_of_folder(local_folder(adapter), ADAPTERS)
-    if kind is FolderKind.ADAPTER:
-        return base
-    implementation = implementation_of(read_source(path, whole=False).config)
-    if implementation == implementation_of(base.config):
-        return base
-    return read_source(base.path, implementation=implementation)
+    _, source = _adapters_in(adapter, whole=False)
+    by = implementation_of((source or base).config)
+    return base if by == implementation_of(base.config) else read_source(base.path, implementation=by)
 
 
 def read_lora(path: str | Path) -> LoraConfig:
     """Return the LoRA config of a PEFT folder or a LoRA checkpoint; reads neither weights nor base."""
-    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
-    if kind is FolderKind.ADAPTER:
+    path, source = _adapters_in(path)
+    if source is None or source.adapter is None:
         return _peft_config(path)[0]
-    source = read_source(path)
-    if source.adapter is None:
-        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
     return LoraConfig.model_validate(source.adapter.lora)
+
+
+def _adapters_in(path: str | Path, *, whole: bool = True) -> tuple[Path, Source | None]:
+    """Return the folder that ``path`` names, and the checkpoint of adapters in it; ``None``: it is PEFT's."""
+    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
+    source = None if kind is FolderKind.ADAPTER else read_source(path, whole=whole)
+    if source is not None and source.adapter is None:
+        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
+    return path, source
 
 
 def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
@@ -118,22 +115,12 @@ def read_converted(path: Path, source: Source) -> Source:
     return read_source(path, module=source.module, implementation=implementation_of(source.config))
 
 
-def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:
-    """Refuse a base if the adapters were trained on other weights."""
-    if adapter.fingerprint is not None:
-        here = StoredAdapter(lora=adapter.lora, base=str(base.path), fingerprint=fingerprint(base))
-        check_same_base(adapter, here, where)
-
-
 def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) -> None:
     """Refuse adapters whose base is not the base ``here``."""
     if trained.fingerprint not in (None, here.fingerprint):
-        raise BadCheckpoint(
-            where,
-            "base",
-            expected=f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})",
-            found=f"{here.base}, whose config or weights are others ({here.fingerprint})",
-        )
+        expected = f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})"
+        actual = f"{here.base}, whose config or weights are others ({here.fingerprint})"
+        raise BadCheckpoint(where, "base", expected=expected, found=actual)
 
 
 def _peft_folder(path: Path, base: Source) -> Source:
@@ -156,9 +143,8 @@ def _peft_folder(path: Path, base: Source) -> Source:
 def _check_tensors(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if difference := first_difference(shapes, {name: entry.shape for name, entry in file.tensors.items()}):
         name, wanted, there = difference
-        expected = (
-            "no such tensor" if wanted is None else [*wanted] if there else "a tensor, as target_modules says"
-        )
+        present = "a tensor, as target_modules says" if there is None or wanted is None else [*wanted]
+        expected = "no such tensor" if wanted is None else present
         todo = "The adapter is for another model or modules, or its rank differs from adapter_config.json"
         actual = "none of that name" if there is None else [*there]
         raise BadInput(file.path, name, expected=expected, found=actual, todo=todo)
@@ -203,8 +189,7 @@ def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
 class Merge:
     """Add a LoRA adapter to the tensors of its base, which go by their Hugging Face names.
 
-    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear
-    at a time.
+    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds one linear's factors.
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:

@@ -33,21 +33,10 @@ MAX_BYTES = 1 << 30
 _MOST_RANKS = 1 << 24
 
 
-class Damaged(BadCheckpoint):
-    """Report a checkpoint with a byte that is not the one written; ``where`` is a file in it."""
-
-    @property
-    def checkpoint(self) -> Path:
-        where = Path(str(self.where))
-        return where if where.is_dir() else where.parent
-
-
 class StoredAdapter(StrictRecord):
-    """State that the tensors are LoRA adapters of ``lora`` (see ``models.LoraConfig``) for the weights in
-    ``base``.
+    """State that the tensors are LoRA adapters of ``lora`` (a ``LoraConfig``) for the weights in ``base``.
 
-    ``fingerprint`` tells whether those weights are still the same (see ``fingerprint``); PEFT folders have
-    none.
+    ``fingerprint``, which PEFT folders lack, tells whether those weights are still the same.
     """
 
     lora: dict[str, JsonValue]
@@ -83,14 +72,15 @@ class Manifest(StrictRecord):
 
     @classmethod
     def load(cls, directory: Path | str, *, whole: bool = True) -> Manifest:
-        """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is missing, foreign or
-        altered.
+        """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is wrong.
 
         Checks names, sizes and coverage; ``verify`` also reads every byte. Without ``whole`` no other file is
         looked at: a checkpoint has one of each rank, and one rank looks at all of them for the others.
         """
         directory = Path(directory)
-        cls.check_there(directory)
+        if not directory.is_dir():
+            actual = "a file" if directory.exists() else "no such directory"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
         path = contained(directory, MANIFEST, kind=BadCheckpoint)
         if not path.exists():
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
@@ -100,13 +90,6 @@ class Manifest(StrictRecord):
         if whole:
             manifest._check_files(directory)
         return manifest
-
-    @staticmethod
-    def check_there(directory: Path) -> None:
-        """Refuse what is no directory."""
-        if not directory.is_dir():
-            actual = "a file" if directory.exists() else "no such directory"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
@@ -130,9 +113,7 @@ class Manifest(StrictRecord):
         return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
 
     def accepted_bytes(self, directory: Path) -> bytes:
-        """Write the manifest as text for ``directory``; refuse one that a reader would not accept there, or
-        would take for another.
-        """
+        """Return the text for ``directory``; refuse what a reader would not accept there as the same."""
         raw = self.to_bytes()
         read = Manifest.parse(raw, directory)
         read.check(directory)
@@ -171,13 +152,9 @@ class Manifest(StrictRecord):
         """Refuse a checkpoint whose directory is named as one of another step."""
         named = STEP_NAME.fullmatch(directory.name)
         if named is not None and self.step is not None and int(named[1]) != self.step:
-            raise BadCheckpoint(
-                directory,
-                "step",
-                expected=f"{int(named[1])}, as the directory is named",
-                found=self.step,
-                todo="Give the directory back the name that it was written under",
-            )
+            expected = f"{int(named[1])}, as the directory is named"
+            todo = "Give the directory back the name that it was written under"
+            raise BadCheckpoint(directory, "step", expected=expected, found=self.step, todo=todo)
 
     def _check_layout(self, where: object) -> None:
         """Check that each file has a rank, and that file names give the layout's number of ranks."""
@@ -188,12 +165,8 @@ class Manifest(StrictRecord):
         for file in self.files:
             numbers = rank_and_world(file.name)
             if numbers is not None and numbers[1] != world:
-                raise BadCheckpoint(
-                    where,
-                    "layout",
-                    expected=f"{counted(numbers[1], 'rank')}, as {file.name} says",
-                    found=world,
-                )
+                expected = f"{counted(numbers[1], 'rank')}, as {file.name} says"
+                raise BadCheckpoint(where, "layout", expected=expected, found=world)
 
     def _check_files(self, directory: Path) -> None:
         for file in (*self.files, *self.companions):  # each is opened: it might be there and not readable
@@ -204,21 +177,14 @@ class Manifest(StrictRecord):
                 raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}")
         foreign = {path.name for path in directory.glob("*.safetensors")} - {file.name for file in self.files}
         if foreign:
-            stray, todo = (
-                min(foreign),
-                "Files of another checkpoint may be mixed in; move it away if you know it",
-            )
-            raise BadCheckpoint(
-                directory, expected=f"only files that {MANIFEST} names", found=stray, todo=todo
-            )
+            expected = f"only files that {MANIFEST} names"
+            todo = "Files of another checkpoint may be mixed in; move it away if you know it"
+            raise BadCheckpoint(directory, expected=expected, found=min(foreign), todo=todo)
 
     def shapes(self, *, moments: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights, or of the moments, by name."""
-        return {
-            name: tensor.shape
-            for name, tensor in self.tensors.items()
-            if name.startswith(MOMENT_PREFIX) == moments
-        }
+        names = (name for name in self.tensors if name.startswith(MOMENT_PREFIX) == moments)
+        return {name: self.tensors[name].shape for name in names}
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -274,10 +240,8 @@ def open_seal(raw: bytes, where: object) -> bytes:
     body, mark, rest = raw.rpartition(_MARK)
     match = _REST.fullmatch(rest)
     if not mark or match is None:
-        last_field = "another text there" if mark else "none"
-        raise BadCheckpoint(
-            where, "seal", expected="a SHA-256 as the last field", found=last_field, todo=_TODO
-        )
+        expected, last_field = "a SHA-256 as the last field", "another text there" if mark else "none"
+        raise BadCheckpoint(where, "seal", expected=expected, found=last_field, todo=_TODO)
     digest = hashlib.sha256(body).hexdigest()
     if match[1].decode() != digest:
         raise BadCheckpoint(where, "seal", expected=match[1].decode(), found=digest, todo=_TODO)

@@ -107,8 +107,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Progress:
-    """State how far a run is: ``step``, the number of steps done, and the ``layout`` that did the last of
-    them.
+    """State how far a run is: ``step``, the number of steps done, and the ``layout`` of the last.
 
     ``data``: plain data that fixes the order of the samples. ``memory``: plain data of the training loop
     (``Update.remember``). ``extra``: the user's own plain data.
@@ -156,12 +155,11 @@ def check_progress(manifest: Manifest, where: object) -> None:
         memory = _Memory.model_validate_json(json.dumps(stated))
     except ValidationError as error:
         raise from_validation(where, error, spelled="state.memory.{}".format, kind=BadCheckpoint) from None
-    if memory.skipped is not None and memory.updates + sum(memory.skipped.values()) != manifest.step:
+    skipped = None if memory.skipped is None else sum(memory.skipped.values())
+    if skipped is not None and memory.updates + skipped != manifest.step:
+        expected = f"as many updates and skipped steps as steps, {manifest.step:,}"
         raise BadCheckpoint(
-            where,
-            "state.memory",
-            expected=f"as many updates and skipped steps as steps, {manifest.step:,}",
-            found=f"{memory.updates:,} and {sum(memory.skipped.values()):,}",
+            where, "state.memory", expected=expected, found=f"{memory.updates:,} and {skipped:,}"
         )
     for name, count in memory.updates_of.items():
         if count > memory.updates or name not in manifest.tensors:
@@ -177,8 +175,7 @@ def check_same_model(where: object, other: Manifest, manifest: Manifest) -> None
     """
     if (difference := first_difference(manifest.shapes(), other.shapes())) is not None:
         name, wanted, there = difference
-        expected = f"no {shown(name)}" if wanted is None else f"{shown(name)} of shape {[*wanted]}"
-        raise BadInput(
-            where, expected=f"a checkpoint of the same model as the one to be saved, with {expected}",
-            found="none" if there is None else f"one of shape {[*there]}", todo="Choose another folder",
-        )  # fmt: skip
+        tensor = f"no {shown(name)}" if wanted is None else f"{shown(name)} of shape {[*wanted]}"
+        expected = f"a checkpoint of the same model as the one to be saved, with {tensor}"
+        actual = "none" if there is None else f"one of shape {[*there]}"
+        raise BadInput(where, expected=expected, found=actual, todo="Choose another folder")

@@ -18,9 +18,8 @@ from ..storage.output_places import check_outside
 from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
-from ..storage.strict_json import StoredFile
 from .find import complete_checkpoints, damaged, first_whole, step_of, steps_at, whole_copy
-from .manifest import MAX_BYTES, Damaged, Manifest
+from .manifest import MAX_BYTES, Manifest
 from .manifest_checks import check_same_model
 
 _TRIAL = "trial.tmp"
@@ -72,7 +71,9 @@ class Mirror:
         if not there:
             self._remove(name)
             for file in (*manifest.files, *manifest.companions):
-                self._copy(directory / file.name, f"{name}/{file.name}", file)
+                crc = self.folder.copy(where := directory / file.name, f"{name}/{file.name}")
+                if crc != file.crc32:
+                    raise damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
             self.folder.sync(name)
             self.folder.write(f"{name}/{MANIFEST}", raw)
             self.folder.sync(name)
@@ -95,23 +96,15 @@ class Mirror:
             manifest.check_place(root / name)
             with staged(root / name, need=sum(file.size for file in files)) as staging:
                 for file in files:
-                    self._bring(f"{name}/{file.name}", staging.directory / file.name, file)
+                    crc = self.folder.fetch(f"{name}/{file.name}", staging.directory / file.name)
+                    if crc != file.crc32:
+                        where = f"{self.folder.url}/{name}/{file.name}"
+                        raise BadCheckpoint(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
                 staging.publish(raw)
             return root / name
 
         _, path, lines = first_whole(steps_at(self.folder), attempt)
         return path, lines
-
-    def _bring(self, name: str, target: Path, file: StoredFile) -> None:
-        crc = self.folder.fetch(name, target)
-        if crc != file.crc32:
-            where = f"{self.folder.url}/{name}"
-            raise Damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
-
-    def _copy(self, source: Path, name: str, file: StoredFile) -> None:
-        crc = self.folder.copy(source, name)
-        if crc != file.crc32:
-            raise damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
 
     def _retain(self, step: int) -> None:
         """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""

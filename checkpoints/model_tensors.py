@@ -15,15 +15,12 @@ from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS, name_of
-from ..storage.strides import blocks
 from .foreign.rules import Table
 from .optimizer_state import moment_name
 
 Shape = tuple[int, ...]
 #: The stored pieces that make each tensor of Hugging Face.
 Names = dict[str, list[Piece[str]]]
-#: Elements that are hashed at once.
-_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,8 @@ class Repeated:
 def sha256_of(tensor: LazyTensor) -> str:
     """Return the SHA-256 of a tensor's bytes, read in blocks."""
     digest = hashlib.sha256()
-    for box in blocks(tensor.box, _AT_ONCE):
-        digest.update(tensor.read(box, finite=False).reshape(-1).view(torch.uint8).numpy().data)
+    for numbers in tensor.in_blocks():
+        digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -101,14 +98,11 @@ def model_tensors(
     prefix = "" if table is None else table.prefix
     ignored = ignored_names(family, config, _absent_prefix(stored, family) if table is None else "")
     ignored += [] if table is None else map(re.compile, table.ignored)
-    extra = [
-        name
-        for name in sorted(stored.keys() - used.keys())
-        if not any(pattern.fullmatch(name.removeprefix(prefix)) for pattern in ignored)
-    ]
+    others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
+    extra = [name for name, rest in others.items() if not any(each.fullmatch(rest) for each in ignored)]
     _check_names(where, names, extra, family, shapes)
-    (stated,) = family.declarations(config)
-    dtypes = {link.hf: stated[link.ours].dtype for link in links}
+    stated = family.declarations(config)[0] if family.adopted else {}  # the zoo has no integers
+    dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
     for name in used:
         integer = dtypes.get(name.removeprefix(prefix)) == torch.int64
         types = (name_of(torch.int64),) if integer else WEIGHTS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..parallel_state import BadInput, ParallelState
@@ -31,20 +31,13 @@ Entry = tuple[str, float] | None
 _RATE = ""
 
 
-def _number_type(name: str) -> str:
-    if name not in ("int", "float") and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError("no type of a number that torch has")
-    return name
-
-
 class StoredNumber(StrictRecord):
     """Record a number that an optimizer keeps of each parameter, such as ``step``.
 
-    ``dtype``: torch's name of the tensor's, or Python's type. ``of``: parameters with another value, ``None``
-    for those without.
+    ``dtype``: torch's name of the tensor's, or Python's type. ``of``: parameters with another value, or none.
     """
 
-    dtype: Annotated[str, AfterValidator(_number_type)]
+    dtype: Annotated[str, Field(pattern=r"^(float|int|bool|bfloat16|float(16|32|64)|u?int(8|16|32|64))$")]
     value: float
     of: dict[str, float | None] = Field(default_factory=dict)
 
@@ -98,22 +91,18 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
         if parameter not in options:
             continue
         device = local_data(parameter).device
-        numbers = {key: number.of.get(name, number.value) for key, number in stored.numbers.items()}
-        parameter_state = {
-            key: _restored(stored.numbers[key].dtype, value, device)
-            for key, value in numbers.items()
-            if value is not None
-        } | {
-            moment: torch.zeros_like(parameter, requires_grad=False)
-            for moment, without in stored.moments.items()
-            if name not in without
-        }
+        parameter_state: dict[str, Tensor | float] = {}
+        for key, number in stored.numbers.items():
+            if (value := number.of.get(name, number.value)) is not None:
+                parameter_state[key] = _restored(number.dtype, value, device)
+        for moment, without in stored.moments.items():
+            if name not in without:
+                parameter_state[moment] = torch.zeros_like(parameter, requires_grad=False)
         for option, moment in _NEEDED.items():
-            if parameter_state and options[parameter].get(option) and moment not in parameter_state:
-                raise BadInput(
-                    "load", f"optimizer.{option}", expected=f"off, as the checkpoint has no {moment}",
-                    found=options[parameter][option], todo=_ANEW,
-                )  # fmt: skip
+            chosen = options[parameter].get(option)
+            if parameter_state and chosen and moment not in parameter_state:
+                expected = f"off, as the checkpoint has no {moment}"
+                raise BadInput("load", f"optimizer.{option}", expected=expected, found=chosen, todo=_ANEW)
         optimizer.state.pop(parameter, None)
         if parameter_state:
             optimizer.state[parameter] = parameter_state
@@ -124,11 +113,9 @@ def _restore_rate(group: dict[str, Any], names: Sequence[str], lr: StoredNumber)
     rates = {rate: name for name in reversed(names) if (rate := lr.of.get(name, lr.value)) is not None}
     if len(rates) > 1:
         both = " and ".join(f"{name} with {rate:g}" for rate, name in [*reversed(rates.items())][:2])
-        raise BadInput(
-            "load", "optimizer.lr", expected="parameters in the groups of the saved optimizer",
-            found=f"{both} in one group",
-            todo="Make the optimizer with the same groups, or leave it out to begin anew",
-        )  # fmt: skip
+        expected, actual = "parameters in the groups of the saved optimizer", f"{both} in one group"
+        todo = "Make the optimizer with the same groups, or leave it out to begin anew"
+        raise BadInput("load", "optimizer.lr", expected=expected, found=actual, todo=todo)
     for rate in rates:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -148,10 +135,9 @@ def check_optimizer(
     """Refuse an optimizer of other parameters, of another class than ``stored``, or that cannot be stored."""
     mine, kind = set(model.parameters()), type(optimizer).__name__
     if any(parameter not in mine for group in optimizer.param_groups for parameter in group["params"]):
+        expected = "one of the model's parameters"
         todo = "Make it after shard_over_data, of model.parameters()"
-        raise BadInput(
-            where, "optimizer", expected="one of the model's parameters", found="one of others", todo=todo
-        )
+        raise BadInput(where, "optimizer", expected=expected, found="one of others", todo=todo)
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor):
         raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=kind)
     if stored is not None and stored.kind not in {each.__name__ for each in type(optimizer).__mro__}:

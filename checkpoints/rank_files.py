@@ -51,24 +51,20 @@ def stored_tensors(
     All tensors have one ``dtype``, except buffers, which have their own. Moments lie where their parameters
     lie; ``frozen`` parameters and buffers have none, nor has what ``moments`` names beside a moment.
     """
-    tensors = {
-        name: StoredTensor(
-            dtype=name_of(stated.dtype) if stated.dtype else dtype,
-            shape=stated.shape,
-            grid=Grid.of(stated, layout, pipeline),
-        )
-        for pipeline, stage in enumerate(stages)
-        for name, stated in stage.items()
-        if not (stated.ends and pipeline)
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for pipeline, stage in enumerate(stages):
+        for name, stated in stage.items():
+            if not (stated.ends and pipeline):
+                stored, grid = (
+                    name_of(stated.dtype) if stated.dtype else dtype,
+                    Grid.of(stated, layout, pipeline),
+                )
+                tensors[name] = StoredTensor(dtype=stored, shape=stated.shape, grid=grid)
     still = frozen.union(*map(buffer_names, stages))
     trained = [name for name in tensors if name not in still]
-    return tensors | {
-        moment_name(moment, name): tensors[name]
-        for moment, without in moments.items()
-        for name in trained
-        if name not in without
-    }
+    for moment, without in moments.items():
+        tensors |= {moment_name(moment, name): tensors[name] for name in trained if name not in without}
+    return tensors
 
 
 def files_to_come(tensors: Mapping[str, StoredTensor], world: int) -> list[StoredFile]:
@@ -222,17 +218,11 @@ def checkpoint_files(directory: Path, manifest: Manifest) -> list[CheckpointFile
 
 
 def checkpoint_catalog(manifest: Manifest, files: Sequence[TensorFile]) -> Catalog:
-    """Return every tensor with its owners' parts, which are in ``files``; those of a grid are computed when
-    they are asked for.
-    """
+    """Return every tensor with its owners' parts in ``files``; a grid's are computed when asked for."""
     catalog, by_rank = Catalog(), {rank: files[number] for rank, number in manifest.numbers.items()}
     for name, tensor in manifest.tensors.items():
-        parts: tuple[Piece[Key], ...] | GridParts = tuple(
-            Piece.plain(part.box, Key(files[part.file], name))
-            for part in tensor.parts
-            if part.role == "owner"
-        )
-        if tensor.grid is not None:
-            parts = GridParts(name, tensor.shape, tensor.grid, by_rank)
-        catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, parts)
+        owners = (part for part in tensor.parts if part.role == "owner")
+        listed = tuple(Piece.plain(part.box, Key(files[part.file], name)) for part in owners)
+        grid = tensor.grid and GridParts(name, tensor.shape, tensor.grid, by_rank)
+        catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, grid or listed)
     return catalog

@@ -55,11 +55,9 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
     family, adapts = described.family, isinstance(described.family, AdaptedFamily)
     adapter: StoredAdapter | None = getattr(model, "adapter", None) if adapts else None
     if adapts and adapter is None:
+        expected = "adapters of a base that load filled"
         todo = "load(base, model) fills its base and keeps with the model which one it is"
-        raise BadInput(
-            "save", "model", expected="adapters of a base that load filled", found="none", todo=todo
-        )
-
+        raise BadInput("save", "model", expected=expected, found="none", todo=todo)
     (stated,) = described.declarations()
 
     def here() -> tuple[list[str], dict[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault, state_of
 from ..parallel_state.collective_errors import on_rank_0, together
-from ..storage.disk import writing
+from ..storage.disk import Disk, writing
 from ..storage.dtypes import BUFFER
 from ..storage.files_beside_weights import Companion, read_companions
 from ..storage.leftovers import clear_unfinished
@@ -54,14 +54,12 @@ class Saver:
 
     Making a saver is collective. Data that a checkpoint cannot hold is refused then, before the first step.
     Declarations and layout alone determine which rank writes which box; only the files' sizes and checksums
-    are gathered. If one rank fails, every rank raises the same error, nothing is committed, and older
-    checkpoints stay.
+    are gathered. If one rank fails, every rank raises the same error, and nothing is committed.
 
     With ``background``, ``save`` returns when the rank's own tensors are copied; one thread writes the copy
     and commits it. A second ``save`` waits for the first. ``failed`` tells whether the thread met an error;
     ask it on all ranks, and ``wait`` then raises it on all of them. Leaving the context waits for the thread,
-    so destroy a process group only after it; after an error it waits only some seconds, because the other
-    ranks wait to hear of it.
+    so destroy a process group only after it; after an error it waits only some seconds: others wait for it.
 
     ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
     ``say`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
@@ -135,7 +133,11 @@ class Saver:
         if self._optimizer is not None and self._contents.optimizer is not None:
             stored = gather_optimizer("save", self._model, self._optimizer, self._state)
             self._contents = replace(self._contents, optimizer=stored)
-        tensors = self._own_tensors()
+        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
+        for moment in self._moments:
+            assert self._optimizer is not None, moment
+            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
+                tensors[moment_name(moment, name)] = part
         if not self.background:
             self._write(progress, tensors)
             self.poll()
@@ -185,7 +187,7 @@ class Saver:
             if staging is None:
                 return
             for companion in self._companions:
-                companion.write(staging.directory)
+                Disk().write_file(staging.directory / companion.name, companion.data)
             written = [result for result in results if result is not None]
             dtype = next((dtype for _, dtype in written if dtype), BUFFER)
             manifest = self._manifest(progress, [file for file, _ in written], self._tensors(dtype))
@@ -263,12 +265,3 @@ class Saver:
             files=tuple(files),
             tensors=tensors,
         )
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: the parts that it stores and owns."""
-        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
-        for moment in self._moments:
-            assert self._optimizer is not None, moment
-            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
-                tensors[moment_name(moment, name)] = part
-        return tensors

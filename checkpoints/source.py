@@ -37,16 +37,16 @@ from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
 
+_EXPECTED = "a Hugging Face folder or a checkpoint"
+
 
 @dataclass
 class Source:
-    """Give access to the tensors of a Hugging Face folder or a checkpoint. A checkpoint's files are opened
-    when they are needed.
+    """Give access to the tensors of a Hugging Face folder or a checkpoint. Files open when needed.
 
     ``config``: Hugging Face's dict. ``companions``: the files that are copied along (tokenizer and the like).
     ``manifest``: ``None`` for a Hugging Face folder. ``catalog``: the tensors under the names of the source.
-    ``adapter``: set if the tensors are LoRA adapters, and names their base; Hugging Face names are then
-    PEFT's.
+    ``adapter``: set if the tensors are LoRA adapters, and names their base; the names are then PEFT's.
     """
 
     path: Path
@@ -136,14 +136,12 @@ class Source:
                 names[link.hf].append(link.piece.reversed(link.ours))
             elif not link.copy:  # read once, where it is not a copy
                 names[link.ours].append(link.piece)
-        of_moments = {
-            moment_name(moment, name): [
-                replace(piece, stored=moment_name(moment, piece.stored)) for piece in pieces
-            ]
-            for moment in self.moments
-            for name, pieces in names.items()
-        }
-        return renamed(self.catalog, names | of_moments)
+        tables = {name: [*pieces] for name, pieces in names.items()}
+        for moment in self.moments:
+            for name, pieces in names.items():
+                of_moment = [replace(piece, stored=moment_name(moment, piece.stored)) for piece in pieces]
+                tables[moment_name(moment, name)] = of_moment
+        return renamed(self.catalog, tables)
 
     @property
     def stored_files(self) -> list[TensorFile]:
@@ -182,7 +180,7 @@ def read_source(
     path = local_folder(path)
     if not path.exists():
         actual, todo = why_absent(path)
-        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=actual, todo=todo)
+        raise BadInput(path, expected=_EXPECTED, found=actual, todo=todo)
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
         return _foreign(path, form, config, names, implementation)
@@ -198,13 +196,13 @@ def read_source(
             return _sharded(newest, implementation)
         case FolderKind.ADAPTER:
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
-            actual = "LoRA adapters without their base"
-            raise BadInput(path, expected="a model's folder", found=actual, todo=todo)
-        case FolderKind.UNFINISHED | FolderKind.TOKENS:
-            todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
-            expected = "a Hugging Face folder or a checkpoint"
-            raise BadInput(path, expected=expected, found=kind.value, todo=todo)
-    return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
+        case FolderKind.UNFINISHED:
+            todo = "Run the command that makes it again"
+        case FolderKind.TOKENS:
+            todo = ""
+        case _:
+            return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
+    raise BadInput(path, expected=_EXPECTED, found=kind.value, todo=todo)
 
 
 def foreign_format(path: str | Path) -> Format | None:

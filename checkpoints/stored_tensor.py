@@ -17,7 +17,7 @@ from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
 from ..storage.catalog import first_difference
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
-from ..storage.strides import check_coverage
+from ..storage.strides import check_coverage, check_inside
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
@@ -94,12 +94,8 @@ class Grid(StrictRecord):
         """Yield the rank and the box of each part, or only of the parts that hold elements of ``within``."""
         within = within or Box.whole(shape)
         if within.size:
-            dims = [
-                list(_pieces(self._cuts_of(dim), (0, size, 0), bounds))
-                for dim, (size, bounds) in enumerate(
-                    zip(shape, zip(within.start, within.stop, strict=True), strict=True)
-                )
-            ]
+            bounds = enumerate(zip(shape, within.start, within.stop, strict=True))
+            dims = [[*_pieces(self._cuts_of(dim), (0, n, 0), (low, high))] for dim, (n, low, high) in bounds]
             for pieces in product(*dims):
                 box = Box(tuple(piece[0] for piece in pieces), tuple(piece[1] for piece in pieces))
                 yield self.first + sum(piece[2] for piece in pieces), box
@@ -126,8 +122,7 @@ class Grid(StrictRecord):
         return Box(tuple(start), tuple(stop))
 
     def check(self, where: object, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
-        """Refuse a grid that leaves elements out, puts two parts into one file, or needs a file that is not
-        among those of ``ranks``.
+        """Refuse a grid that leaves elements out, puts two parts in one file, or needs one beyond ``ranks``.
 
         The work is bounded by the number of files, whatever the grid says.
         """
@@ -197,8 +192,7 @@ class Part(StrictRecord):
 
 
 class StoredTensor(StrictRecord):
-    """Describe a whole tensor: its dtype by the format's name, its shape, and either its ``parts`` or the
-    ``grid`` that they follow.
+    """Describe a whole tensor: its dtype by the format's name, shape, and its ``parts`` or their ``grid``.
 
     Read the parts through ``checkpoint_catalog``, which returns the same for both forms.
     """
@@ -209,8 +203,7 @@ class StoredTensor(StrictRecord):
     grid: Grid | None = None
 
     def check(self, where: object, name: str, files: int, ranks: Collection[int]) -> None:
-        """Refuse an unknown dtype, boxes outside the tensor, elements without exactly one owner, and missing
-        files.
+        """Refuse an unknown dtype, boxes outside the tensor, elements without one owner, and missing files.
 
         ``files``: the number of files in the manifest. ``ranks``: the ranks of a run that wrote a file.
         """
@@ -234,11 +227,6 @@ class StoredTensor(StrictRecord):
             if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
                 start_and_stop = f"start {list(part.start)}, stop {list(part.stop)}"
                 raise BadCheckpoint(where, shown(name), expected="start up to stop", found=start_and_stop)
-        replicas = [part.box for part in self.parts if part.role == "replica"]
+        check_inside(where, shown(name), self.shape, (part.box for part in self.parts), kind=BadCheckpoint)
         owners = [part.box for part in self.parts if part.role == "owner"]
         check_coverage(where, shown(name), self.shape, owners)
-        if any(
-            len(b.stop) != len(self.shape) or any(s > n for s, n in zip(b.stop, self.shape, strict=True))
-            for b in replicas
-        ):
-            raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(self.shape)}")

@@ -150,17 +150,15 @@ class ModuleFamily:
         return stages
 
     def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
-        shapes = {
-            name: declaration.restored().shape for name, declaration in self.module.declarations.items()
-        }
+        shapes = {name: stored.shape for name, stored in self.module.declarations.items()}
         if not self.rules:
-            raise BadInput(
-                self.model_type, "names", expected="a table of Hugging Face's names", found="none",
-                todo="Give names=[Rule(ours, stored), ...] to describe_module",
-            )  # fmt: skip
-        blocks = 1 + max(
-            (int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=-1
-        )
+            expected, todo = (
+                "a table of Hugging Face's names",
+                "Give names=[Rule(ours, stored)] to describe_module",
+            )
+            raise BadInput(self.model_type, "names", expected=expected, found="none", todo=todo)
+        numbers = (int(number) for name in shapes for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
+        blocks = 1 + max(numbers, default=-1)
         check_names(self.rules, shapes, blocks)
         return expand(self.rules, shapes, blocks)
 

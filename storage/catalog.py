@@ -15,8 +15,10 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
 from .crc import Checksum
 from .dtypes import TORCH, look_at
 from .safetensors_reader import TensorFile
-from .strides import first_flaw
+from .strides import blocks, first_flaw
 
+#: Elements of ``LazyTensor.in_blocks``.
+_AT_ONCE = 1 << 22
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -63,11 +65,15 @@ class LazyTensor:
         pieces = [piece for part in self.near(box) if (piece := part.narrow(box)) is not None]
         covered = sum(piece.box.size for piece in pieces)
         if covered != box.size:
-            raise BadCheckpoint(
-                "checkpoint", self.name, expected=f"each of {box.size:,} elements once", found=f"{covered:,}",
-                todo="The files do not cover this tensor: it is incomplete or overlaps itself",
-            )  # fmt: skip
+            expected = f"each of {box.size:,} elements once"
+            todo = "The files do not cover this tensor: it is incomplete or overlaps itself"
+            raise BadCheckpoint("checkpoint", self.name, expected=expected, found=f"{covered:,}", todo=todo)
         return pieces
+
+    def in_blocks(self) -> Iterator[Tensor]:
+        """Yield all elements, finite or not, some at a time."""
+        for box in blocks(self.box, _AT_ONCE):
+            yield self.read(box, finite=False).contiguous()
 
     def read(
         self,

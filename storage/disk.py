@@ -5,8 +5,7 @@ promise "a crash leaves the old or the new checkpoint" is tested without cutting
 
 Locks are the operating system's (flock): one process at a time, no longer than it lives. A folder is locked
 by many readers at once, against its deletion: a run with ``keep = 1`` deletes a checkpoint as soon as the
-next one is committed. On a file system without such locks a reader may get an error because files were
-deleted.
+next one is committed. On a file system without such locks a reader may find files deleted.
 """
 
 from __future__ import annotations
@@ -36,6 +35,15 @@ class DiskFailed(MachineFailed):
     """
 
 
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor, and close it when the block ends."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Disk:
     """Call the real disk."""
 
@@ -59,11 +67,8 @@ class Disk:
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in the directory survive a power cut."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def make_directory(self, path: Path) -> None:
         os.mkdir(path)
@@ -77,13 +82,9 @@ class Disk:
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a whole new file; it is on the disk when this returns."""
-        with writing(path):
-            fd = self.create(path)
-            try:
-                self.write(fd, memoryview(data), 0)
-                self.sync(fd)
-            finally:
-                os.close(fd)
+        with writing(path), closing(self.create(path)) as fd:
+            self.write(fd, memoryview(data), 0)
+            self.sync(fd)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -184,7 +185,8 @@ def hold(directory: Path) -> Hold:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        reason = error.strerror or str(error)
+        words = {errno.ENOENT: "no such directory", errno.ENOTDIR: "a file"}
+        reason = words.get(error.errno or 0, error.strerror or str(error))
         raise BadCheckpoint(directory, expected="a checkpoint", found=reason) from None
     lock = Hold(fd)
     with suppress(OSError):  # no such locks here
@@ -196,11 +198,8 @@ def hold(directory: Path) -> Hold:
 @contextmanager
 def nobody_reads(directory: Path) -> Iterator[bool]:
     """Yield whether nobody holds the directory; if so, nobody else can hold it during the ``with`` block."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         free = True
         with suppress(OSError):
             free = try_lock(fd)
         yield free
-    finally:
-        os.close(fd)

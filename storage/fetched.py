@@ -97,9 +97,8 @@ def _make_room(url: str, need: int) -> None:
     except ValueError:
         raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None
     if need > most:
-        raise BadInput(
-            url, expected=f"at most {most / 1e9:g} GB, as {CACHE_GB} says", found=f"{need / 1e9:.3g} GB"
-        )
+        expected = f"at most {most / 1e9:g} GB, as {CACHE_GB} says"
+        raise BadInput(url, expected=expected, found=f"{need / 1e9:.3g} GB")
     copies = sorted(cache_folder().glob("?" * _DIGEST + "/*/"), key=lambda path: path.stat().st_mtime)
     sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
     left = sum(sizes.values())
@@ -111,10 +110,6 @@ def _make_room(url: str, need: int) -> None:
                     Disk().remove_tree(copy.parent)
                     left -= sizes[copy]
     if left + need > most:
-        todo = (
-            f"Set {CACHE_GB} to a larger number, or end the processes that use the copies in {cache_folder()}"
-        )
-        raise BadInput(
-            url, expected=f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take",
-            found=f"{left / 1e9:.3g} GB in use", todo=todo,
-        )  # fmt: skip
+        expected = f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take"
+        todo = f"Set {CACHE_GB} to a larger number, or end the processes that use copies in {cache_folder()}"
+        raise BadInput(url, expected=expected, found=f"{left / 1e9:.3g} GB in use", todo=todo)

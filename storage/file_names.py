@@ -76,9 +76,8 @@ def finished_name(name: str) -> str | None:
 def leftovers(output: Path) -> list[Path]:
     """Find what lies unfinished beside ``output``, made for it by any process."""
     name = finished_name(unfinished(output, "0" * 16).name)
-    if not output.parent.is_dir():
-        return []
-    return [path for path in output.parent.iterdir() if finished_name(path.name) == name]
+    siblings = output.parent.iterdir() if output.parent.is_dir() else ()
+    return [path for path in siblings if finished_name(path.name) == name]
 
 
 class FolderKind(Enum):
@@ -125,9 +124,8 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
     if len(wanted) > 1:
         kinds = " and ".join(kind.value for kind in wanted)
         says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted)
-        raise BadInput(
-            path, expected="a folder of one kind", found=f"both {kinds}", todo=f"Say which is meant: {says}"
-        )
+        todo = f"Say which is meant: {says}"
+        raise BadInput(path, expected="a folder of one kind", found=f"both {kinds}", todo=todo)
     return path, (wanted or present or [FolderKind.OTHER])[0]
 
 

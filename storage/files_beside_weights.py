@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..parallel_state import BadInput
-from .crc import Checksum
-from .disk import Disk
+from .crc import crc32
 from .safe_open import contained, open_regular, read_small
 from .strict_json import StoredFile, shown
 
@@ -21,20 +20,9 @@ DECIDE_IDS = (*VOCABULARIES, "merges.txt", "added_tokens.json")
 #: What transformers reads of a tokenizer and of generation, and where a chat template may lie.
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_OTHERS = ("special_tokens_map.json", "vocab.txt")
 #: Every file that travels along.
-COMPANIONS = tuple(
-    sorted(
-        {
-            *DECIDE_IDS,
-            *CHAT_TEMPLATES,
-            GENERATION_CONFIG,
-            TOKENIZER_CONFIG,
-            "special_tokens_map.json",
-            "vocab.txt",
-        }
-    )
-)
-
+COMPANIONS = tuple(sorted({*DECIDE_IDS, *CHAT_TEMPLATES, GENERATION_CONFIG, TOKENIZER_CONFIG, *_OTHERS}))
 _MOST_BYTES = 512 << 20
 
 
@@ -45,9 +33,8 @@ def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
     leads out of the folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
     """
     there = {path.name for path in folder.iterdir()}
-    companions = [
-        contained(folder, name, allow_symlinks=allow_symlinks) for name in COMPANIONS if name in there
-    ]
+    names = [name for name in COMPANIONS if name in there]
+    companions = [contained(folder, name, allow_symlinks=allow_symlinks) for name in names]
     for path in companions:
         with open_regular(path) as (_, status):
             if status.st_size > _MOST_BYTES:
@@ -65,11 +52,7 @@ class Companion:
     @property
     def stored(self) -> StoredFile:
         """Return the manifest's entry for this file."""
-        return StoredFile(name=self.name, size=len(self.data), crc32=Checksum().add(0, self.data))
-
-    def write(self, directory: Path) -> None:
-        """Write it into a checkpoint; it is on the disk when this returns."""
-        Disk().write_file(directory / self.name, self.data)
+        return StoredFile(name=self.name, size=len(self.data), crc32=crc32(self.data))
 
 
 def read_companions(paths: Sequence[Path]) -> list[Companion]:

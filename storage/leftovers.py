@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from .disk import Disk, DiskFailed, FileLock, try_lock, writing
+from .disk import Disk, DiskFailed, FileLock, closing, try_lock, writing
 from .file_names import beside, finished_name, leftovers, unfinished
 
 #: In the name of a lock, as in all that is left beside an output: nobody's own file is called so.
@@ -18,9 +18,7 @@ _LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Delete a checkpoint. It loses its name first: killed half way, what is left is no checkpoint, and
-    ``clear_unfinished`` removes it.
-    """
+    """Delete a checkpoint, first its name: what a kill leaves is none; ``clear_unfinished`` removes it."""
     disk, unnamed = Disk(), unfinished(directory, secrets.token_hex(8))
     with writing(directory):
         disk.rename(directory, unnamed)
@@ -52,12 +50,8 @@ def clear_leftovers(output: Path, *, lock_only: bool = False) -> None:
 
 def bytes_of_leftovers(output: Path) -> int:
     """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
-    return sum(
-        path.stat().st_blocks * 512
-        for left in leftovers(output)
-        for path in left.rglob("*")
-        if path.is_file()
-    )
+    files = (path for left in leftovers(output) for path in left.rglob("*") if path.is_file())
+    return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def why_absent(output: Path) -> tuple[str, str]:
@@ -77,12 +71,9 @@ def why_absent(output: Path) -> tuple[str, str]:
 
 
 def _is_locked(path: Path) -> bool:
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return not try_lock(fd, shared=True)
-        finally:
-            os.close(fd)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError), closing(os.open(path, flags)) as fd:
+        return not try_lock(fd, shared=True)
     return False
 
 

@@ -20,11 +20,6 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 IsOurs = Callable[[bytes], bool]
 
 
-def nobodys(seen: bytes) -> bool:
-    """Return false: for commands whose earlier output people edit, no existing file may be replaced."""
-    return False
-
-
 def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that would lie in an input's folder, in a checkpoint, or among a run's checkpoints."""
     check_outside(output, inputs)
@@ -52,10 +47,8 @@ def check_outside(output: Path, inputs: Iterable[Path]) -> None:
             todo = "Choose another name"
             raise BadInput(output, expected="another file than the input", found=source, todo=todo)
         if (inside := _inside(around, source)) is not None:
-            todo = "Choose a place outside"
-            raise BadInput(
-                output, expected="an output outside the input", found=f"{inside}, the input", todo=todo
-            )
+            expected, todo = "an output outside the input", "Choose a place outside"
+            raise BadInput(output, expected=expected, found=f"{inside}, the input", todo=todo)
 
 
 def _around(output: Path) -> list[Path]:
@@ -67,10 +60,8 @@ def _inside(around: list[Path], source: Path) -> Path | None:
     """Return the folder around the output that is the source, or one of its subfolders; else ``None``."""
     if not source.is_dir():
         return None
-    source_folders = [
-        source,
-        *(child for child in source.iterdir() if child.is_dir() and not child.is_symlink()),
-    ]
+    inner = (child for child in source.iterdir() if child.is_dir() and not child.is_symlink())
+    source_folders = [source, *inner]
     return next((folder for folder in around if any(map(folder.samefile, source_folders))), None)
 
 
@@ -85,15 +76,15 @@ def _kept_by_runs(folder: Path) -> str:
 def check_output_file(
     out: Path,
     *,
-    ours: IsOurs = nobodys,
+    ours: IsOurs | None = None,
     force: bool = False,
     inputs: Iterable[Path] = (),
     parents: bool = False,
 ) -> None:
     """Refuse a file that cannot be written, or that exists and is not ``ours``; creates nothing.
 
-    ``force`` replaces any regular file, but never one in a place that ``check_place`` refuses. ``parents``:
-    folders above it will be made.
+    Without ``ours``, for commands whose earlier output people edit, no file is. ``force`` replaces any
+    regular file, but never one in a place that ``check_place`` refuses. ``parents``: make those above it.
     """
     check_place(out, inputs)
     if out.is_symlink():
@@ -111,10 +102,10 @@ def check_output_file(
         return
     if not stat.S_ISREG(out.stat().st_mode):
         raise BadInput(out, expected="a file to write", found="a pipe or a device")
-    if not force and not ours(_seen(out)):
+    if not force and (ours is None or not ours(_seen(out))):
         todo = "Choose another name, or say --force to replace it"
         actual = "one that exists and is not this command's own earlier output"
-        if ours is nobodys:  # nor can it be told from what the user has made of it
+        if ours is None:
             actual = "one that exists, and that somebody may have edited"
         raise BadInput(out, expected="a new file", found=actual, todo=todo)
 
@@ -155,10 +146,8 @@ def check_free(output: Path) -> None:
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
             clear_leftovers(output, lock_only=True)
-            todo = "Choose another name or remove it first"
-            raise BadInput(
-                output, expected="a new or empty directory", found="one with files in it", todo=todo
-            )
+            actual, todo = "one with files in it", "Choose another name or remove it first"
+            raise BadInput(output, expected="a new or empty directory", found=actual, todo=todo)
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
             place, todo = "the folder that the command runs in", "Name a new folder in it"
             raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
@@ -179,9 +168,8 @@ def check_home(output: Path) -> Path:
         if home.exists():
             break
         if home.is_symlink():
-            raise BadInput(
-                home, expected="a directory", found=f"a link to {os.readlink(home)}, which is absent"
-            )
+            actual = f"a link to {os.readlink(home)}, which is absent"
+            raise BadInput(home, expected="a directory", found=actual)
     if not home.is_dir():
         raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):

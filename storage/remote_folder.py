@@ -13,7 +13,7 @@ from typing import Any
 
 from ..parallel_state import BadInput, MachineFailed
 from .crc import crc32
-from .disk import Disk, writing
+from .disk import Disk, closing, writing
 from .safe_open import open_regular
 
 _PIECE = 4 << 20
@@ -28,8 +28,7 @@ class RemoteFailed(MachineFailed):
 class RemoteFolder:
     """Read and write the files of a folder, which is made when the first file is written.
 
-    Raises ``BadInput`` for a URL that no installed package understands, and ``RemoteFailed`` for later
-    errors.
+    Raises ``BadInput`` for a URL that no installed package understands, ``RemoteFailed`` later.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,37 +39,28 @@ class RemoteFolder:
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
             expected, reason = "a path, or a URL whose file system is installed", str(error).splitlines()[0]
+            missing = (pair for pair in _EXTRAS.items() if pair[0] in reason)
             todo = "".join(
-                f"Install the extra {extra} of trilith, or: pip install {package}"
-                for package, extra in _EXTRAS.items()
-                if package in reason
+                f"Install the extra {extra} of trilith, or: pip install {name}" for name, extra in missing
             )
             raise BadInput(url, expected=expected, found=reason, todo=todo) from None
 
     @property
     def local(self) -> Path | None:
         """Return the path of a folder on this machine."""
-        protocol = self._system.protocol
-        return (
-            Path(self._root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
-        )
+        protocol = self._system.protocol  # a text, or several
+        protocols = (protocol,) if isinstance(protocol, str) else protocol
+        return Path(self._root) if "file" in protocols else None
 
     def sizes(self, folder: str = "") -> dict[str, int | None]:
         """Return the names in the folder, or in one inside it: the bytes of a file, ``None`` for a folder."""
-        return {
-            name: info["size"] if info["type"] == "file" else None
-            for name, info in self._entries(folder).items()
-        }
+        entries = self._entries(folder)
+        return {name: info["size"] if info["type"] == "file" else None for name, info in entries.items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
-        """Return the bytes of each file in the folder, and a text that is another one if the file changes
-        (time, ETag).
-        """
-        return {
-            name: (info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
-            for name, info in self._entries("").items()
-            if info["type"] == "file"
-        }
+        """Return each file's bytes, and a text that is another one if it changes (time, ETag)."""
+        files = {name: info for name, info in self._entries("").items() if info["type"] == "file"}
+        return {name: (info["size"], repr(sorted(info.items()))) for name, info in files.items()}
 
     def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
         with self._reaching(folder):
@@ -105,29 +95,14 @@ class RemoteFolder:
     def fetch(self, name: str, target: Path) -> int:
         """Copy a file here, to a new file ``target``; it is on the disk when this returns its CRC-32."""
         disk, crc, done = Disk(), 0, 0
-        with writing(target):
-            fd = disk.create(target)
-        try:
-            for piece in self._pieces(name):
-                with writing(target):
-                    disk.write(fd, memoryview(piece), done)
-                crc, done = crc32(piece, crc), done + len(piece)
-            with writing(target):
-                disk.sync(fd)
-        finally:
-            os.close(fd)
+        with writing(target), closing(disk.create(target)) as fd:
+            with self._reaching(name), self._system.open(self._path(name), "rb") as file:
+                while piece := bytes(file.read(_PIECE)):
+                    with writing(target):
+                        disk.write(fd, memoryview(piece), done)
+                    crc, done = crc32(piece, crc), done + len(piece)
+            disk.sync(fd)
         return crc
-
-    def _pieces(self, name: str) -> Iterator[bytes]:
-        with self._reaching(name):
-            file = self._system.open(self._path(name), "rb")
-        with file:
-            while True:
-                with self._reaching(name):
-                    piece = bytes(file.read(_PIECE))
-                if not piece:
-                    return
-                yield piece
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file in one piece."""
@@ -164,16 +139,14 @@ class RemoteFolder:
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
-        """Turn an error of any store into one line that names the file."""
+        """Turn an error of any store into one line that names the file; what the disk refuses stays."""
         try:
             yield
-        except RemoteFailed:
+        except MachineFailed:
             raise
         except Exception as error:  # each store has errors of its own
-            lines = str(error).splitlines()
-            raise RemoteFailed(
-                f"{self.url}/{name}: {type(error).__name__}: {lines[0] if lines else ''}"
-            ) from error
+            line, *_ = str(error).splitlines() or [""]
+            raise RemoteFailed(f"{self.url}/{name}: {type(error).__name__}: {line}") from error
 
     def _put(self, out: Any, piece: bytes) -> None:
         out.write(piece)

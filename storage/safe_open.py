@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, from_os_error
+from .disk import closing
 from .strict_json import shown
 
 _KINDS = {
@@ -44,13 +45,11 @@ def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tup
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise from_os_error(error, path, expected="a readable file", kind=kind) from None
-    try:
+    with closing(fd):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise kind(path, expected="a file", found="something that changed while it was opened")
         yield fd, status
-    finally:
-        os.close(fd)
 
 
 def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> bytes:
@@ -99,14 +98,8 @@ def contained(
     if allow_symlinks or not path.is_symlink():
         return path
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+    allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     if not any(real.is_relative_to(directory) for directory in allowed):
-        raise kind(
-            path,
-            expected="a file inside the directory",
-            found=f"a link to {real}",
-            todo="Copy the file here, or pass --allow-symlinks if you trust the link",
-        )
+        todo = "Copy the file here, or pass --allow-symlinks if you trust the link"
+        raise kind(path, expected="a file inside the directory", found=f"a link to {real}", todo=todo)
     return path

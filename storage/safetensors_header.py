@@ -138,18 +138,12 @@ def _check_tiling(tensors: dict[str, View], data_begin: int, size: int, where: o
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:
             flaw = "an overlap with" if entry.begin < at else "a hole after"
-            place = f"byte {entry.begin - data_begin:,}, {flaw} {before}"
-            raise BadInput(
-                where, f"tensor {shown(name)}", expected=f"data from {at - data_begin:,}", found=place
-            )
+            place, key = f"byte {entry.begin - data_begin:,}, {flaw} {before}", f"tensor {shown(name)}"
+            raise BadInput(where, key, expected=f"data from {at - data_begin:,}", found=place)
         if entry.end > size:
-            file_size, todo = f"{size:,}", "The file is cut short: copy or download it again"
+            key, todo = f"tensor {shown(name)}", "The file is cut short: copy or download it again"
             raise BadInput(
-                where,
-                f"tensor {shown(name)}",
-                expected=f"{entry.end:,} bytes in the file",
-                found=file_size,
-                todo=todo,
+                where, key, expected=f"{entry.end:,} bytes in the file", found=f"{size:,}", todo=todo
             )
         at, before = entry.end, f"tensor {shown(name)}"
     if at != size:

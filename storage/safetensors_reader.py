@@ -90,17 +90,11 @@ class TensorFile:
         """Return the tensors on the disk, each as its file and its name there, that ``name`` is made of."""
         return ((self, name),)
 
-    def made_from(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return tensor ``name``, made of the whole tensors ``made_of(name)``."""
-        (whole,) = parts
-        return whole
-
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 
         ``out``, if given, is filled and returned: a contiguous CPU tensor of that shape and of the stored
-        dtype. Raises ``BadInput`` for a type that torch does not have, and ``BadCheckpoint`` if the file
-        changed since it was opened.
+        dtype. Raises ``BadInput`` for a type that torch has not, ``BadCheckpoint`` for a file that changed.
         """
         entry = self.tensors[name]
         box = Box.whole(entry.shape) if box is None else box
@@ -149,11 +143,8 @@ class TensorFile:
 
         def read(part: Bytes, offset: int) -> None:
             if (count := read_full(fd, part.data, begin + offset)) < part.size:
-                expected, todo = (
-                    f"{begin + offset + part.size:,} bytes in the file",
-                    "The file shrank while it was read",
-                )
-                actual = f"only {begin + offset + count:,}"
+                first, todo = begin + offset, "The file shrank while it was read"
+                expected, actual = f"{first + part.size:,} bytes in the file", f"only {first + count:,}"
                 raise BadCheckpoint(self.path, name, expected=expected, found=actual, todo=todo)
 
         for runs in all_runs:

@@ -30,8 +30,7 @@ class TensorWriter:
     ``tensors``: for each name its ``(dtype, shape)``, the dtype by safetensors' name. ``entries``: where each
     tensor lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
     file may exist, left by a killed process; ``take`` says which tensors it holds already. With ``overlap`` a
-    thread computes the checksum while the bytes are written; the caller then leaves the tensors unchanged
-    until ``close``.
+    thread computes the checksum while the bytes are written; the tensors must then stay until ``close``.
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class TensorWriter:
         header, self.entries = build_header(tensors, metadata or {})
         self.path = path
         self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
-        begins = (entry.begin for entry in self.entries.values())
-        self._checksum = Checksum(apart=begins)
+        self._checksum = Checksum(apart=(entry.begin for entry in self.entries.values()))
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "checksum") if overlap else None
         self._sums: list[Future[int]] = []
@@ -60,8 +58,7 @@ class TensorWriter:
         """Write ``tensor``, a CPU tensor of the box's shape and the stored dtype, at ``box`` of ``name``.
 
         A box that is one run of bytes costs one call to the system. Its checksum is computed from memory,
-        unless the caller knows it: ``crc``. Other boxes cost a call for each run, and are read once more by
-        ``close``.
+        unless the caller knows it: ``crc``. Other boxes cost a call a run, and ``close`` reads them again.
         """
         entry = self.entries[name]
         assert tensor.dtype == TORCH[entry.dtype] and tensor.shape == box.shape, (name, box, tensor.shape)

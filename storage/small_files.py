@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..parallel_state import BadInput, fault
 from .crc import crc32
-from .disk import Disk, writing
+from .disk import Disk, closing, writing
 from .safe_open import read_small
 from .strict_json import (
     DEEPEST,
@@ -44,27 +44,29 @@ CONFIGURATION = 16 << 20
 LOG = 1 << 30
 
 
-def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
+def refuse_pointer(raw: bytes, path: Path) -> None:
     """Refuse what git-lfs leaves in a file's place until the file is fetched."""
     if is_pointer(raw):
-        raise kind(path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw))
+        raise BadInput(
+            path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw)
+        )
 
 
-def read_text(path: Path, limit: int = BY_HAND, *, kind: type[BadInput] = BadInput) -> str:
+def read_text(path: Path, limit: int = BY_HAND) -> str:
     """Read a text file. A byte order mark, which some editors put first, is left out."""
-    raw = read_small(path, limit, kind=kind)
-    refuse_pointer(raw, path, kind=kind)
-    return decode_utf8(raw, path, kind=kind).removeprefix("\ufeff")
+    raw = read_small(path, limit)
+    refuse_pointer(raw, path)
+    return decode_utf8(raw, path).removeprefix("\ufeff")
 
 
-def read_json(path: Path, limit: int = CONFIGURATION, *, kind: type[BadInput] = BadInput) -> dict[str, Any]:
+def read_json(path: Path, limit: int = CONFIGURATION) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
-    return parse_object(read_small(path, limit, kind=kind), path, kind=kind)
+    return parse_object(read_small(path, limit), path)
 
 
-def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Read a file in TOML."""
-    return parse_toml(read_text(path, limit), path)
+    return parse_toml(read_text(path), path)
 
 
 def parse_toml(text: str, where: object) -> dict[str, Any]:
@@ -127,9 +129,7 @@ def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
 
 
 def read_good_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a log; none if there is no file. Broken lines, which a kill or a full disk
-    leaves, are passed over.
-    """
+    """Read the JSON objects of a log, if it is there; lines that a kill or a full disk broke are left out."""
     if not path.exists():
         return []
     return [line.value for line in read_log(path) if line.value is not None]
@@ -141,8 +141,7 @@ Record = TypeVar("Record")
 class Journal(Generic[Record]):
     """Write and read a file of records.
 
-    ``records`` has those of an earlier run, in order, up to the first line that is not whole; the file is cut
-    off there.
+    ``records`` has those of an earlier run, up to the first line that is not whole; there the file is cut.
     """
 
     def __init__(self, path: Path, record: type[Record]) -> None:
@@ -150,32 +149,7 @@ class Journal(Generic[Record]):
         self._adapter = TypeAdapter(record)
         self.records: list[Record] = []
         self._length = 0
-        self._read()
-
-    def add(self, record: Record) -> None:
-        """Write a record; it is on the disk when this returns."""
-        text = self._adapter.dump_json(record)
-        line = text + b" %08x\n" % crc32(text)
-        with writing(self._path):
-            disk = Disk()
-            fd = disk.reopen(self._path) if self._path.exists() else disk.create(self._path)
-            try:
-                disk.write(fd, memoryview(line), self._length)
-                disk.sync(fd)
-            finally:
-                os.close(fd)
-        self._length += len(line)
-        self.records.append(record)
-
-    def clear(self) -> None:
-        """Delete all records, because they do not describe the files."""
-        self._path.unlink(missing_ok=True)
-        self.records, self._length = [], 0
-
-    def _read(self) -> None:
-        if not self._path.exists():
-            return
-        for line in self._path.read_bytes().splitlines(keepends=True):
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             text, _, crc = line.rpartition(b" ")
             try:
                 if crc != b"%08x\n" % crc32(text):
@@ -184,7 +158,25 @@ class Journal(Generic[Record]):
             except ValidationError:
                 break
             self._length += len(line)
-        os.truncate(self._path, self._length)
+        if path.exists():
+            os.truncate(path, self._length)
+
+    def add(self, record: Record) -> None:
+        """Write a record; it is on the disk when this returns."""
+        text = self._adapter.dump_json(record)
+        line = text + b" %08x\n" % crc32(text)
+        disk = Disk()
+        open_file = disk.reopen if self._path.exists() else disk.create
+        with writing(self._path), closing(open_file(self._path)) as fd:
+            disk.write(fd, memoryview(line), self._length)
+            disk.sync(fd)
+        self._length += len(line)
+        self.records.append(record)
+
+    def clear(self) -> None:
+        """Delete all records, because they do not describe the files."""
+        self._path.unlink(missing_ok=True)
+        self.records, self._length = [], 0
 
 
 JOURNAL = "journal.jsonl"

@@ -5,8 +5,7 @@
         staging.publish(manifest)                                  # manifest last, sync, rename, sync
 
 An output of several files beside each other (``publish_files``) is complete when the last of them has its
-name; ``output_file`` is for one file. Killed at any point, the output is absent or whole; a later run clears
-what an earlier one left.
+name; ``output_file`` is for one file. A kill leaves it absent or whole; a later run clears the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
 from .leftovers import lock_output, make_folder
-from .output_places import IsOurs, check_free, check_output, check_output_file, nobodys
+from .output_places import IsOurs, check_free, check_output, check_output_file
 from .safe_open import read_small
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
@@ -156,8 +155,7 @@ def staged(
     """Call ``check_output`` and run ``Staging.begin`` as a context: an error that leaves it before
     ``publish`` leaves at most empty folders around the output.
 
-    With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, so that the work can be
-    continued.
+    With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, to go on from.
     """
     output = Path(output)
     check_output(output, inputs=inputs, need=need, apart=apart)
@@ -176,15 +174,14 @@ def staged(
 def output_file(
     out: Path,
     *,
-    ours: IsOurs = nobodys,
+    ours: IsOurs | None = None,
     force: bool = False,
     inputs: Iterable[Path] = (),
     parents: bool = False,
 ) -> Iterator[Path]:
     """Yield the path of an empty file; it gets the name ``out`` when the block ends without an error.
 
-    ``BadInput`` as in ``check_output_file``, also for a file that appears meanwhile, and for an output that
-    another process is writing.
+    ``BadInput`` as in ``check_output_file``, for a file that appears, and where another process writes.
     """
     inputs = [*inputs]
 

@@ -19,10 +19,6 @@ _MOST_DIGITS = 1000
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class _Refused(ValueError):
-    """Carry a refusal out of the hooks below; the caller's kind of error replaces it and names the file."""
-
-
 def parse_object(
     raw: bytes, where: object, *, kind: type[BadInput] = BadInput, constants: bool = False
 ) -> dict[str, object]:
@@ -54,7 +50,8 @@ def parse_object(
         raise kind(where, expected="text", found="half a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise kind(where, expected="valid JSON", found=place, todo=_hint(raw)) from None
+        todo = what_it_looks_like(raw) or ("" if raw.strip() else "The file is empty")
+        raise kind(where, expected="valid JSON", found=place, todo=todo) from None
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
@@ -93,26 +90,22 @@ def shown(text: object, limit: int = 80) -> str:
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 
-def _hint(raw: bytes) -> str:
-    return what_it_looks_like(raw) or ("The file is empty" if not raw.strip() else "")
-
-
 def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     pairs = list(pairs)
     unique = dict(pairs)
     if len(unique) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _Refused(f"the key {shown(twice)} twice")
+        raise ValueError(f"the key {shown(twice)} twice")
     return unique
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _Refused(f"the constant {name}")
+    raise ValueError(f"the constant {name}")
 
 
 def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise _Refused(f"a number of {len(digits):,} digits")
+        raise ValueError(f"a number of {len(digits):,} digits")
     return int(digits)
 
 
@@ -120,7 +113,7 @@ def finite_float(digits: str) -> float:
     """Return the number in ``digits``; ``ValueError`` for NaN, infinities and numbers that no float holds."""
     value = float(digits)
     if not math.isfinite(value):
-        raise _Refused(f"the number {shown(digits)}, which is not finite or fits in no float")
+        raise ValueError(f"the number {shown(digits)}, which is not finite or fits in no float")
     return value
 
 
@@ -128,12 +121,8 @@ def deeper(value: object, most: int) -> bool:
     """Return whether lists and objects are nested more than ``most`` levels deep."""
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
+        nests = (parent.values() if isinstance(parent, dict) else parent for parent in level)
+        level = [child for nest in nests for child in nest if isinstance(child, dict | list)]
         if not level:
             return False
     return True

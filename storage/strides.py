@@ -1,11 +1,10 @@
-"""Say where a tensor lies in a file; compute which bytes a box of it covers, a regular grid of equal runs;
-check that boxes tile it.
-"""
+"""Say where a tensor lies in a file, which bytes a box of it covers, and whether boxes tile it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from operator import le
 from typing import NoReturn
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
@@ -77,9 +76,7 @@ class View:
 
     @property
     def nested(self) -> bool:
-        """Return whether no two elements share bytes, and the view is as simple as slices, steps and
-        permutations of a row-major tensor make it.
-        """
+        """Return whether no two elements share bytes, as after slices, steps and permutations."""
         inside = 1
         steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
         for stride, count in sorted(steps):
@@ -100,13 +97,9 @@ def runs_of(
     """Yield the bytes of ``box`` in a tensor of ``shape``, in the order of its elements.
 
     A box that is whole in every dim but its first gives one run; a box of columns gives one ``Runs`` of many
-    rows; only a box cut in three dims or more gives several. ``strides``, in elements: of a tensor that is
-    not row-major.
+    rows; only a box cut in three dims or more gives several. ``strides``, in elements: if not row-major.
     """
-    assert len(shape) == len(box.start) and all(b <= n for b, n in zip(box.stop, shape, strict=True)), (
-        shape,
-        box,
-    )
+    assert len(shape) == len(box.start) and all(map(le, box.stop, shape)), (shape, box)
     if box.size == 0:
         return
     strides = contiguous(shape) if strides is None else strides
@@ -127,8 +120,7 @@ def runs_of(
 def blocks(box: Box, most: int) -> Iterator[Box]:
     """Yield the box in pieces of at most ``most`` elements (at least one), in order.
 
-    Every piece is one run of the box seen as a tensor of its own, so writing the pieces in turn is
-    sequential.
+    Every piece is one run of the box seen as a tensor of its own, so that writing is sequential.
     """
     shape = box.shape
     dim = 0
@@ -162,11 +154,20 @@ class Flaw:
 def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
     """Return the first part of ``whole`` that is not in exactly one of ``boxes``; parts outside do not count.
 
-    The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, one dim after
-    the other.
+    The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, dim by dim.
     """
     inside = [part for box in boxes if (part := box.intersect(whole)) is not None]
     return _sweep(whole, inside, 0) if whole.size else None
+
+
+def check_inside(
+    where: object, name: str, shape: tuple[int, ...], boxes: Iterable[Box], *, kind: type[BadInput]
+) -> None:
+    """Refuse, naming the tensor, a box that is not inside ``shape``."""
+    for box in boxes:
+        if len(box.stop) != len(shape) or not all(map(le, box.stop, shape)):
+            expected, actual = f"boxes inside {list(shape)}", f"one up to {list(box.stop)}"
+            raise kind(where, name, expected=expected, found=actual)
 
 
 def check_coverage(
@@ -178,11 +179,7 @@ def check_coverage(
     kind: type[BadInput] = BadCheckpoint,
 ) -> None:
     """Refuse, naming tensor and box, unless ``boxes`` lie inside ``shape`` and own each element once."""
-    for box in boxes:
-        if len(box.stop) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
-            raise kind(
-                where, name, expected=f"boxes inside {list(shape)}", found=f"one up to {list(box.stop)}"
-            )
+    check_inside(where, name, shape, boxes, kind=kind)
     if flaw := first_flaw(Box.whole(shape), boxes):
         raise kind(where, name, expected="each element owned exactly once", found=str(flaw))
 

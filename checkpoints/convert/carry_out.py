@@ -28,8 +28,8 @@ from .plan import Form, Plan, identify, plan_conversion
 class ConversionOptions:
     """Set how a conversion runs, without effect on its result.
 
-    Each worker takes some 20 MB, however large the model is. ``note_every`` is in bytes. ``card``: the text
-    of the README.md beside weights in Hugging Face's form.
+    Each worker takes some 20 MB, however large the model is. ``note_every`` is in bytes; ``progress`` is
+    called with those written since its last call. ``card``: README.md beside weights in Hugging Face's form.
     """
 
     workers: int = 2
@@ -58,15 +58,13 @@ def convert(
     implementation: Implementation = "auto",
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Plan:
-    """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
+    """Write ``src`` to ``dst``, a new folder: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
-    ``dst`` is a new folder of this machine.
     ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
     checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed,
-    the same call continues. ``config``, ``names`` and ``implementation``: see
-    ``read_source``. ``options.progress`` is called with the bytes written since its last call.
+    the same call continues. ``config``, ``names`` and ``implementation``: see ``read_source``.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks,
@@ -125,7 +123,7 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
     if plan.layout is None and plan.source.manifest is not None:
         config, companions = for_transformers(config, companions)
     for companion in companions:
-        companion.write(folder)
+        Disk().write_file(folder / companion.name, companion.data)
     if plan.layout is None:
         if options.card is not None:
             Disk().write_file(folder / "README.md", options.card.encode())

@@ -42,8 +42,7 @@ class Report:
     """Name the tensors whose numbers need a warning.
 
     By tensor, ``overflows`` counts the numbers that a cast made infinite, and ``underflows`` the numbers that
-    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros only; ``zeros`` names the
-    tensors that hold only zeros.
+    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros; ``zeros`` those of zeros.
     """
 
     overflows: Counter[str] = field(default_factory=Counter)
@@ -88,13 +87,11 @@ class Work:
     def execute(self, transfers: Iterable[tuple[Transfer, TensorWriter]], threads: int = 2) -> Report:
         """Make the tensor of every transfer in its file.
 
-        Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``, and
-        ``BadCheckpoint`` for a plan that does not set every element exactly once. The first error ends the
-        work; the files must then not be used.
+        Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``. The first
+        error ends the work; the files must then not be used.
         """
         groups: dict[object, Group] = defaultdict(list)
         for transfer, writer in transfers:
-            transfer.check()
             if transfer.box.size:
                 groups[_shared(transfer)].append((transfer, writer))
         pool = ThreadPoolExecutor(max(1, threads))
@@ -172,10 +169,8 @@ class Work:
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
             at = [a + i for a, i in zip(box.start, index, strict=True)]
-            actual, todo = (
-                f"{numbers[tuple(index)].item()} at {at}",
-                "Pass --allow-nonfinite to take it as it is",
-            )
+            todo = "Pass --allow-nonfinite to take it as it is"
+            actual = f"{numbers[tuple(index)].item()} at {at}"
             raise BadInput(place.file.path, place.key, expected="finite numbers", found=actual, todo=todo)
         return seen.zero
 
@@ -285,13 +280,9 @@ def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
     if not whole.start:
         yield whole
         return
-    ends = {
-        end
-        for transfer in group
-        for piece in transfer.pieces
-        if piece.dense  # pieces with steps lie between each other, and are read together
-        for end in (piece.box.start[0], piece.box.stop[0])
-    }
+    # Pieces with steps lie between each other, and are read together.
+    dense = [piece.box for transfer in group for piece in transfer.pieces if piece.dense]
+    ends = {end for box in dense for end in (box.start[0], box.stop[0])}
     first, last = whole.start[0], whole.stop[0]
     for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
         yield whole.narrow(0, start - first, stop - first)

@@ -1,24 +1,21 @@
 """Plan a conversion: the files to write, the tensors of each file, and the source bytes of each tensor.
 
-A plan is computed from headers and declarations alone. It can be printed, also for a model far larger than
-the memory of this machine.
+A plan is computed from headers and declarations alone. It can be printed, however large the model.
 """
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadCheckpoint, BadInput, Box, Layout, Piece, buffer_names, dtype_name
+from ...parallel_state import BadInput, Box, Layout, Piece, buffer_names, dtype_named
 from ...storage.catalog import Key, LazyTensor
-from ...storage.dtypes import BITS, TORCH, WEIGHTS
+from ...storage.dtypes import BITS, name_of
 from ...storage.file_names import ADAPTER_MODEL
-from ...storage.strides import first_flaw
 from ...system import no_garbage_search
-from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
+from ..hugging_face.writer import plan_shards
 from ..lora import Merge, base_for, read_adapter
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
@@ -46,14 +43,7 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.box.shape) * BITS[self.dtype] // 8
-
-    def check(self) -> None:
-        """Refuse a plan that does not set every element of the box exactly once."""
-        boxes = [piece.box for piece in self.pieces]
-        if flaw := first_flaw(self.box, boxes):
-            raise BadCheckpoint("plan", self.name, expected="each element set once", found=str(flaw))
-        assert all(box.intersect(self.box) == box for box in boxes if box.size), self
+        return self.box.size * BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Plan:
         return any(name.startswith("optimizer.") for name in self.tensors)
 
 
-def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> Plan:
+def plan_to_hf(source: Source, *, dtype: str | None = None) -> Plan:
     """Plan a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
 
     LoRA adapters become PEFT's folder, one file.
@@ -94,9 +84,7 @@ def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int 
     fixed = _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
     tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
-    shards = plan_shards(
-        {name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()}, max_shard_size
-    )
+    shards = plan_shards({name: (made.dtype, made.box.shape) for name, made in tensors.items()})
     if source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily), source.family
         source.family.check_peft(source.model_config)
@@ -133,14 +121,11 @@ def plan_to_sharded(
     stored = {}
     for name, parts in table.items():
         cast = dtype if name in weights else None
-        made = {part.box: _transfer(source.ours[name], part.box, cast, fixed) for part in parts}
+        whole = source.ours[name]
+        made = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(made[part.box])
-        stored[name] = StoredTensor(
-            dtype=made[parts[0].box].dtype,
-            shape=tuple(max(stops) for stops in zip(*(part.stop for part in parts), strict=True)),
-            parts=tuple(parts),
-        )
+        stored[name] = StoredTensor(dtype=made[parts[0].box].dtype, shape=whole.shape, parts=tuple(parts))
     files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
 
@@ -148,10 +133,8 @@ def plan_to_sharded(
 def file_name(rank: int, layout: Layout) -> str:
     """Return a name such as ``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
     at = layout.coordinates(rank)
-    return (
-        f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}."
-        f"tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
-    )
+    stage = f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}"
+    return f"{stage}.tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
 
 
 def _fixed(source: Source) -> frozenset[str]:
@@ -184,7 +167,7 @@ def plan_conversion(
     source = read_source(
         src, allow_symlinks=allow_symlinks, config=config, names=names, implementation=implementation
     )
-    name = _dtype_name(dtype)
+    name = None if dtype is None else name_of(dtype_named(dtype, "convert", "--dtype"))
     whole: Form = "hf" if source.adapter is None else "peft"
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)
     if form == "sharded":
@@ -198,16 +181,13 @@ def plan_conversion(
         raise BadInput(source.path, f"--to {form}", expected=expected, found=actual, todo=todo)
     if tensor * pipeline > 1 or split is not None:
         actual = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
-        raise BadInput(
-            "convert", f"--to {form}", expected="no layout", found=actual,
-            todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
-        )  # fmt: skip
+        todo = "A Hugging Face folder is whole: leave out --tensor, --pipeline and --split"
+        raise BadInput("convert", f"--to {form}", expected="no layout", found=actual, todo=todo)
     return plan_to_hf(source, dtype=name)
 
 
 def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
-    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder; ``carry_out`` writes
-    it.
+    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder, for ``carry_out``.
 
     ``base``: a Hugging Face folder or a checkpoint. ``adapter``: a PEFT folder, a LoRA run or a checkpoint of
     one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
@@ -223,8 +203,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
 def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     """Return 16 hexadecimal digits that differ if other bytes would be written, by plan or source files.
 
-    The content of the source's files counts, not only their names and times: they may have changed since a
-    conversion was killed.
+    The content of the source's files counts, not only names and times: they may have changed since a kill.
     """
     source, merged = plan.source, None if plan.merge is None else plan.merge.identity
     stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)
@@ -235,12 +214,3 @@ def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     for output in plan.files.items():
         digest.update(repr(output).encode())
     return digest.hexdigest()[:16]
-
-
-def _dtype_name(dtype: str | None) -> str | None:
-    if dtype is None:
-        return None
-    names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
-    if dtype_name(dtype) not in names:
-        raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
-    return names[dtype_name(dtype)]

@@ -5,7 +5,7 @@ each one from the source when its turn comes. So memory grows with the largest t
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..optimizer_state import adamw, moment_name
 from ..source import Source, read_source
 from ..verify import checksum_of, verify, verify_sums
 
-#: What some 1.2 kB of an archive and its directory take beside each tensor.
+#: What some 1.2 kB of an archive and its directory take beside each tensor, and beside its numbers.
 _BESIDE_A_TENSOR = 4096
 Fill = Callable[[], Tensor]
 Parts = dict[str, list[tuple[str, Piece[str]]]]
@@ -34,11 +34,7 @@ Seen = Mapping[TensorFile, Checksum] | None
 
 
 def convert_to_dcp(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    names: str | None = None,
-    config: str | Path | None = None,
+    src: str | Path, dst: str | Path, *, names: str | None = None, config: str | Path | None = None
 ) -> Source:
     """Write the weights of ``src``, and its moments if it has some, into a new folder as a DCP checkpoint.
 
@@ -55,17 +51,13 @@ def convert_to_dcp(
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
     manifest = source.manifest
-    stored = None if manifest is None else manifest.optimizer
-    for key, number in {} if stored is None else stored.numbers.items():
-        if number.dtype in ("int", "float"):
+    if manifest is not None and (stored := manifest.optimizer) is not None:
+        for key in (key for key, number in stored.numbers.items() if number.dtype in ("int", "float")):
+            expected, actual = "tensors of an optimizer", f"{stored.kind}, whose {key} is no tensor"
             todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
-            actual = f"{stored.kind}, whose {key} is no tensor" if stored is not None else key
-            raise BadInput(
-                source.path, "--to dcp", expected="tensors of an optimizer", found=actual, todo=todo
-            )
+            raise BadInput(source.path, "--to dcp", expected=expected, found=actual, todo=todo)
     seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
-    nested, made = _planned(source, names, seen)
-    need = sum(tensor.nbytes + _BESIDE_A_TENSOR for tensor in _flat(nested))
+    nested, made, need = _planned(source, names, seen)
     for file in source.files if manifest is None else ():
         verify_sums(file, checksum_of(file))
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
@@ -103,41 +95,37 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
             raise error.failures[0][0] from None
 
 
-def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill]]:
-    """Return the state dict, of tensors without memory, and what makes each tensor, by its whole name."""
+def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill], int]:
+    """Return a state dict of tensors without memory, what makes each tensor by its name, and all bytes."""
     parts, shapes = _parts(source, names)
     prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
     weights: dict[str, Any] = {}
     state: dict[str, dict[str, Tensor]] = {}
     made: dict[str, Fill] = {}
+    nbytes = 0
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
-            if not all(key in source.hf for key, _ in stored):
+            tensors = [(source.hf[key], piece) for key, piece in stored if key in source.hf]
+            if len(tensors) < len(stored):
                 continue  # the moment of a frozen weight
-            tensors = [(source.hf[key], piece) for key, piece in stored]
             dtypes = {tensor.dtype for tensor, _ in tensors}
             if len(dtypes) > 1:
                 raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
-            if moment:
-                state.setdefault(name, {})[moment] = empty
-                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, tensors, empty, seen)
-            else:
-                weights[name] = empty
-                made[prefix + name] = partial(_read, tensors, empty, seen)
+            nbytes += empty.nbytes + _BESIDE_A_TENSOR
+            (state.setdefault(name, {}) if moment else weights)[moment or name] = empty
+            key = f"{optimizer}.state.{name}.{moment}" if moment else prefix + name
+            made[key] = partial(_read, tensors, empty, seen)
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
         ours: dict[str, list[str]] = {}
         for link in source.described.links()[0]:
             ours.setdefault(link.hf, []).append(link.ours)
-        nested[optimizer] = {
-            "state": {
-                name: moments | _numbers(source, ours, [hf for hf, _ in parts[name]])
-                for name, moments in state.items()
-            }
-        }
-    return nested, made
+        for name, moments in state.items():
+            moments |= _numbers(source, ours, [hf for hf, _ in parts[name]])
+        nested[optimizer] = {"state": state}
+    return nested, made, nbytes
 
 
 def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]) -> dict[str, Tensor]:
@@ -147,10 +135,9 @@ def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]
     for key, number in stored.numbers.items():
         values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
         if len(values) > 1:
-            raise BadInput(
-                source.path, f"optimizer.{key}", expected=f"one number for {parts[0]}",
-                found=", ".join(map(str, values)), todo="Save the weights without the optimizer",
-            )  # fmt: skip
+            expected, todo = f"one number for {parts[0]}", "Save the weights without the optimizer"
+            actual = ", ".join(map(str, values))
+            raise BadInput(source.path, f"optimizer.{key}", expected=expected, found=actual, todo=todo)
         if (value := values.pop()) is not None:
             numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
     return numbers
@@ -179,11 +166,3 @@ def _read(stored: Sequence[tuple[LazyTensor, Piece[str]]], empty: Tensor, seen: 
     for tensor, piece in stored:
         piece.of(made).copy_(tensor.read(piece.box, seen=seen))
     return made
-
-
-def _flat(nested: Mapping[str, Any]) -> Iterator[Tensor]:
-    for child in nested.values():
-        if isinstance(child, Tensor):
-            yield child
-        else:
-            yield from _flat(child)

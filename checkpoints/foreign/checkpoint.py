@@ -8,7 +8,7 @@ So streaming, a resumed conversion and the checks need nothing from a format.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,11 @@ class ForeignCheckpoint:
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.form}: {counted(len(self.tensors), 'weight')} in {', '.join(dtypes)}, {moments}{step}"
 
+    def skip(self, names: Sequence[str], what: str) -> None:
+        """Tell the user that these entries of a checkpoint, if there are any, are not read."""
+        if names:
+            self.skipped.append(f"not read: {counted(len(names), 'entry')} {what}, such as {names[0]}")
+
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""
         return [f"{name} = {stated.text} ({stated.where})" for name, stated in self.stated.items()]
@@ -81,8 +86,7 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
     """Refuse a config that disagrees with a fact in the checkpoint; the message names both places.
 
     A fact about an attribute that this family's config does not have is not compared. A checkpoint that
-    states nothing gets a line for the user: names and shapes alone do not show, for example, a wrong number
-    of heads.
+    states nothing gets a line for the user: names and shapes alone do not show a wrong number of heads.
     """
     if not checkpoint.stated:
         checkpoint.skipped.append(

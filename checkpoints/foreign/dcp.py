@@ -27,8 +27,7 @@ from ...storage.torch_archive import (
     read_archive,
     read_records,
 )
-from ...storage.torch_archive.archive import size_of
-from ...system import counted
+from ...storage.torch_archive.archive import DTYPES, size_of
 from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
@@ -37,7 +36,6 @@ _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOST_BYTES = 1 << 29
 #: Opcodes of ``.metadata``: some 40 for each chunk of a tensor.
 _LIMITS = Limits(nodes=50_000_000)
-_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
 _METADATA = "torch.distributed.checkpoint.metadata."
 #: The names that DCP writes into ``.metadata``.
 NAMES: dict[str, Maker | None] = {
@@ -54,7 +52,7 @@ NAMES: dict[str, Maker | None] = {
     "pathlib._local.PosixPath": None,
     "torch.Size": size_of,
     "collections.OrderedDict": OrderedDict.make,
-    **dict.fromkeys(_DTYPES),
+    **dict.fromkeys(DTYPES),
 }
 #: AdamW's state in an optimizer's flattened state: the weight and the kind of state.
 _STATE = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)")
@@ -93,14 +91,10 @@ def read(path: Path) -> ForeignCheckpoint:
             objects.append(name)
         else:
             checkpoint.tensors[name] = tensor
-    if objects:
-        checkpoint.skipped.append(
-            f"not read: {counted(len(objects), 'entry')} beside the weights, such as {objects[0]}"
-        )
+    checkpoint.skip(objects, "beside the weights")
     if any(moments.values()):
-        checkpoint.moments = {
-            kind: _by_weight(moment_tensors, checkpoint.tensors) for kind, moment_tensors in moments.items()
-        }
+        weights = checkpoint.tensors
+        checkpoint.moments = {kind: _by_weight(stored, weights) for kind, stored in moments.items()}
         checkpoint.updates = _updates(updates, path)
     return checkpoint
 
@@ -182,9 +176,9 @@ def _tensor(
     shape = _sizes(size, where, name)
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Name) or dtype.text not in _DTYPES or not isinstance(chunks, list):
+    if not isinstance(dtype, Name) or dtype.text not in DTYPES or not isinstance(chunks, list):
         raise BadInput(where, shown(name), expected="a dtype and chunks", found="something else")
-    stored, made = _DTYPES[dtype.text], []
+    stored, made = DTYPES[dtype.text], []
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
         offsets, sizes = (_sizes(field, where, name) for field in fields)
@@ -210,10 +204,8 @@ def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
     """Return moments by the full names of their weights, which may have a prefix (``model.``)."""
     first = next(iter(moments), "")
     prefixes = [name.removesuffix(first) for name in weights if name.endswith(first)]
-    prefix = next(
-        (prefix for prefix in sorted(prefixes, key=len) if all(prefix + name in weights for name in moments)),
-        "",
-    )
+    fitting = [prefix for prefix in prefixes if all(prefix + name in weights for name in moments)]
+    prefix = min(fitting, key=len, default="")
     return Catalog({prefix + name: moment for name, moment in moments.items()})
 
 

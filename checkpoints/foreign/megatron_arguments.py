@@ -4,7 +4,6 @@ Source: ``megatron/training/arguments.py`` (names and defaults), ``checkpointing
 ``megatron/core/safe_globals.py`` (what else is pickled with them).
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,6 @@ NAMES = _Names.fromkeys(
         *(f"numpy.{at}.multiarray.{name}" for at in ("core", "_core") for name in ("_reconstruct", "scalar")),
     )
 )
-
-
-def nested(stored: object, levels: int) -> Iterator[tuple[str, object]]:
-    """Yield what lies in nested dicts, by dotted names; a dict that is named many times is walked once."""
-    level, seen = [("", stored)], set[int]()
-    for _ in range(levels):
-        below: list[tuple[str, object]] = []
-        for prefix, parent in level:
-            for key, child in parent.items() if isinstance(parent, dict) else ():
-                yield f"{prefix}{key}", child
-                if isinstance(child, dict) and id(child) not in seen:
-                    seen.add(id(child))
-                    below.append((f"{prefix}{key}.", child))
-        level = below
 
 
 _LONGEST = 200

@@ -18,11 +18,11 @@ from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.strides import View
-from ...storage.torch_archive import Maker, ViewFile, read_archive
+from ...storage.torch_archive import Maker, ViewFile, nested, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments, bridge_arguments, nested, step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.
@@ -79,16 +79,13 @@ def read(path: Path) -> ForeignCheckpoint:
             left.append(stored)
         elif not _is_extra(stored):
             weights[stored.removeprefix(prefix)] = tensor
-    extra = sum(map(_is_extra, (*tensors, *objects)))
     checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
-    if extra:
-        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
+    checkpoint.skip([*filter(_is_extra, (*tensors, *objects))], "_extra_state, without weights")
     _take_states(checkpoint, states, left, common)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
-    checkpoint.moments = {
-        kind: Catalog(_numbered(tensors, folder)) for kind, tensors in checkpoint.moments.items()
-    }
+    moments = checkpoint.moments.items()
+    checkpoint.moments = {kind: Catalog(_numbered(stored, folder)) for kind, stored in moments}
     return checkpoint
 
 
@@ -102,9 +99,7 @@ def _take_states(
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
     if all(moments.values()):
-        checkpoint.moments = {
-            kind: _shaped(checkpoint, kind, moment_tensors) for kind, moment_tensors in moments.items()
-        }
+        checkpoint.moments = {kind: _shaped(checkpoint, kind, stored) for kind, stored in moments.items()}
         own = states.get("param") or states.get("fp32_param") or Catalog()
         checkpoint.tensors |= _shaped(checkpoint, "fp32_param", own)
         if own:
@@ -118,17 +113,14 @@ def _take_states(
             f"which the ranks that wrote them alone could read. Megatron writes readable ones with {READABLE}"
         )
         left = [name for name in left if name not in unreadable]
-    if left:
-        checkpoint.skipped.append(
-            f"not read: {counted(len(left), 'entry')} beside the weights, such as {left[0]}"
-        )
+    checkpoint.skip(left, "beside the weights")
 
 
 def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
     steps = (
         int(group["step"])
-        for name, groups in nested(stored, 6)
+        for name, groups in nested(stored, _COMMON)
         if name.endswith("param_groups") and isinstance(groups, list)
         for group in groups
         if isinstance(group, dict) and type(group.get("step")) is int
@@ -152,14 +144,12 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
             shaped[name] = state
             continue
         parts = state.shape[:-1]
-        fits = len(parts) == len(weight.shape) and all(
-            n and not m % n for m, n in zip(weight.shape, parts, strict=True)
-        )
+        split = [divmod(m, n or -1) for m, n in zip(weight.shape, parts, strict=False)]
+        size = tuple(each for each, _ in split)
+        fits = len(parts) == len(weight.shape) and not any(rest for _, rest in split) and all(parts)
         if not fits or prod(state.shape) != prod(weight.shape):
-            raise BadInput(
-                checkpoint.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
-            )
-        size = tuple(m // n for m, n in zip(weight.shape, parts, strict=True))
+            key = f"{kind} of {shown(name)}"
+            raise BadInput(checkpoint.path, key, expected=[*weight.shape], found=[*state.shape])
         parts_of = tuple(part for piece in state.near(state.box) for part in _unflattened(piece, size))
         shaped[name] = LazyTensor(name, state.dtype, weight.shape, parts_of)
     return shaped

@@ -18,10 +18,10 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.strides import View
-from ...storage.torch_archive import ViewFile, read_archive
+from ...storage.torch_archive import ViewFile, nested, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
-from .megatron_arguments import NAMES, Arguments, nested, step_folder
+from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
 from .megatron_parts import whole_parts
 
@@ -32,21 +32,18 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: Names of the models before megatron-core, as patterns and what stands for them; each is applied once.
-_OLDER = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^language_model\.", ""),
-        (r"^word_embeddings_for_head\.", "output_layer."),
-        (r"^(encoder|transformer)\.final_(layer)?norm\.", "decoder.final_layernorm."),
-        (r"^(encoder|transformer)\.", "decoder."),
-        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
-        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    )
-]
+_OLDER = {
+    r"^language_model\.": "",
+    r"^word_embeddings_for_head\.": "output_layer.",
+    r"^(encoder|transformer)\.final_(layer)?norm\.": "decoder.final_layernorm.",
+    r"^(encoder|transformer)\.": "decoder.",
+    r"\.(self_)?attention\.query_key_value\.": ".self_attention.linear_qkv.",
+    r"\.(self_)?attention\.dense\.": ".self_attention.linear_proj.",
+    r"\.input_norm\.": ".input_layernorm.",
+    r"\.post_attention_(layer)?norm\.": ".pre_mlp_layernorm.",
+    r"\.mlp\.dense_h_to_4h\.": ".mlp.linear_fc1.",
+    r"\.mlp\.dense_4h_to_h\.": ".mlp.linear_fc2.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ def read(path: Path) -> ForeignCheckpoint:
     folder = step_folder(path)
     ranks: list[_Rank] = []
     checkpoint = ForeignCheckpoint(folder, FORM, Catalog(), names="megatron")
-    extra, optimizer, first = 0, False, Arguments(None, folder)
+    extra, optimizer, first = list[str](), False, Arguments(None, folder)
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
         file = contained(folder, f"{rank_folder.name}/{name}")
@@ -84,7 +81,12 @@ def read(path: Path) -> ForeignCheckpoint:
         if not arguments.known:
             todo = "How the ranks cut the model cannot be known without them"
             raise BadInput(file, "args", expected="Megatron's arguments", found="none", todo=todo)
-        _check_version(value, file)
+        version = value.get("checkpoint_version", 3.0)
+        if not isinstance(version, int | float) or version < 2:
+            todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
+            raise BadInput(
+                file, "checkpoint_version", expected="2.0 or later", found=shown(version), todo=todo
+            )
         arguments.check()
         step = value["iteration"] if type(value.get("iteration")) is int else None
         if not ranks:
@@ -108,8 +110,7 @@ def read(path: Path) -> ForeignCheckpoint:
         )
     if first.untie_embeddings_and_output_weights is not True:
         checkpoint.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
-    if extra:
-        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
+    checkpoint.skip(extra, "_extra_state, without weights")
     if optimizer or any(folder.glob("mp_rank_*/*optim.pt")):
         checkpoint.skipped.append(
             "no moments: in this format they depend on the ranks that wrote them. Megatron writes readable "
@@ -135,13 +136,6 @@ def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tupl
     return tensor, pipeline, expert
 
 
-def _check_version(value: dict[object, object], file: Path) -> None:
-    version = value.get("checkpoint_version", 3.0)
-    if not isinstance(version, int | float) or version < 2:
-        todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
-        raise BadInput(file, "checkpoint_version", expected="2.0 or later", found=shown(version), todo=todo)
-
-
 def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None:
     """Refuse a folder in which a rank is missing, or ranks hold different numbers of virtual stages."""
     tensor = arguments.size("tensor_model_parallel_size")
@@ -157,17 +151,16 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
         raise BadInput(folder, expected="as many models in every rank's file", found=counts)
 
 
-def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
-    """Return a model's tensors by megatron-core's names, and the number of extra states."""
-    tensors: dict[str, View] = {}
-    extra = 0
-    for name, child in nested(stored, 8):
+def _flat(stored: object, file: Path) -> tuple[dict[str, View], list[str]]:
+    """Return a model's tensors by megatron-core's names, and the names of extra states."""
+    tensors, extra = dict[str, View](), list[str]()
+    for name, child in nested(stored, file):
         if "_extra_state" in name:
-            extra += 1
+            extra.append(name)
         elif isinstance(child, View):
             name = name.removeprefix("module.")
-            for pattern, new in _OLDER:
-                name = pattern.sub(new, name, count=1)
+            for pattern, new in _OLDER.items():
+                name = re.sub(pattern, new, name, count=1)
             tensors[name] = child
     if not tensors:
         raise BadInput(file, "model", expected="tensors", found="none")

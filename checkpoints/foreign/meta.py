@@ -77,11 +77,9 @@ def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
         pieces.append(Piece.plain(box, Key(file, name)))
         at += part.shape[dim]
     if name.endswith(".wo.weight") and type(width) is int and at < width:  # the last files may be missing
-        raise BadInput(
-            files[0].path.parent, shown(name), expected=f"{width} columns, as dim in {PARAMS} says",
-            found=f"{at} in {len(files)} parts",
-            todo=f"A file after consolidated.{len(files) - 1:02d}.pth is missing: copy it too",
-        )  # fmt: skip
+        expected, actual = f"{width} columns, as dim in {PARAMS} says", f"{at} in {len(files)} parts"
+        todo = f"A file after consolidated.{len(files) - 1:02d}.pth is missing: copy it too"
+        raise BadInput(files[0].path.parent, shown(name), expected=expected, found=actual, todo=todo)
     shape = tuple(at if d == dim else size for d, size in enumerate(first.shape))
     return LazyTensor(name, first.dtype, shape, tuple(pieces))
 

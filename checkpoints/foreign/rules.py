@@ -100,11 +100,9 @@ def choose_table(
         if table.detect and table.prefix + table.detect in shapes:
             return table
     seen = ", ".join(sorted(shapes)[:3])
-    raise BadInput(
-        checkpoint.path, "names",
-        expected="Hugging Face's names or those of a known table", found=f"{seen}, ...",
-        todo=f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules",
-    )  # fmt: skip
+    todo = f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules"
+    expected = "Hugging Face's names or those of a known table"
+    raise BadInput(checkpoint.path, "names", expected=expected, found=f"{seen}, ...", todo=todo)
 
 
 def rename_all(foreign: Mapping[str, Shape], hf: Mapping[str, Shape]) -> Table | None:

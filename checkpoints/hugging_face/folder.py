@@ -39,8 +39,7 @@ _REASONS = {
 
 
 class HFFolder:
-    """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names the file and
-    tensor at fault.
+    """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names what is at fault.
 
     ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
     ``catalog``: its tensors. ``companions``: the paths of the files to copy along. Links may lead only into
@@ -67,10 +66,8 @@ class HFFolder:
 
     def _weights(self, names: set[str]) -> dict[str, TensorFile]:
         if SINGLE in names and INDEX in names:
-            todo, actual = (
-                "Remove the one that is out of date",
-                "both, so it is ambiguous which weights are meant",
-            )
+            todo = "Remove the one that is out of date"
+            actual = "both, so it is ambiguous which weights are meant"
             raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=actual, todo=todo)
         for index, single, ending, open_file in (
             (INDEX, SINGLE, ".safetensors", TensorFile.open),
@@ -109,13 +106,12 @@ def _plain(
     tensors: dict[str, TensorFile], path: Path, packing: dict[str, object]
 ) -> dict[str, TensorFile] | None:
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
-    if packing.get("quant_method") == "mxfp4":
+    if (method := packing.get("quant_method")) == "mxfp4":
         return UnpackedFile(path, UnpackedFile.pairs(tensors, path)).among(tensors)
-    if (method := packing.get("quant_method")) in _QUANTISED:
+    if method in _QUANTISED:
+        key, expected = "quantization_config", "none, mxfp4 or fp8"
         todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
-        raise BadInput(
-            path / CONFIG, "quantization_config", expected="none, mxfp4 or fp8", found=method, todo=todo
-        )
+        raise BadInput(path / CONFIG, key, expected=expected, found=method, todo=todo)
     if (block := block_size(packing)) is None:
         return None
     return ScaledFile(path, ScaledFile.pairs(tensors, path), block).among(tensors)
@@ -123,13 +119,11 @@ def _plain(
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
     """Check and return the index's table of tensor -> shard; each shard has a plain name with this ending."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
     if len(value) > MAX_TENSORS:
         most = f"at most {MAX_TENSORS:,} tensors"
         raise BadInput(where, "weight_map", expected=most, found=f"{len(value):,}")
-    if not value:
-        raise BadInput(where, "weight_map", expected="tensors", found="none")
     shards: dict[str, str] = {}  # lower case -> as written
     for name, shard in value.items():
         if isinstance(shard, str) and shards.get(shard.lower()) == shard:
@@ -177,8 +171,6 @@ def from_hub(name: str | Path) -> Path | None:
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError, HFValidationError) as error:
         kind = type(error).__name__
         reason = _REASONS.get(kind, f"{kind}: {str(error).splitlines()[0]}")
-        raise BadInput(
-            name, expected="a folder, or a model in the Hugging Face cache or on the hub",
-            found=f"no such folder, and {reason}",
-            todo="Check the name, your access and the network, or download it elsewhere and give its folder",
-        ) from error  # fmt: skip
+        expected = "a folder, or a model in the Hugging Face cache or on the hub"
+        todo = "Check the name, your access and the network, or download it elsewhere and give its folder"
+        raise BadInput(name, expected=expected, found=f"no such folder, and {reason}", todo=todo) from error

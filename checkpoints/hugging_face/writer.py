@@ -1,6 +1,4 @@
-"""Write a Hugging Face model folder: its weights in shards as transformers would cut them, and what it needs
-besides to generate as trilith does.
-"""
+"""Write a Hugging Face folder: shards as transformers cuts them, and what generation needs besides."""
 
 import json
 from collections.abc import Mapping, Sequence

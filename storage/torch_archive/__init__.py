@@ -1,11 +1,10 @@
 """Read files of ``torch.save`` without running what their pickles name: zip entries, records, strided views.
 
 ``read_archive`` finds the tensors of one archive; ``ViewFile`` reads boxes of these tensors by ``pread``.
-``pickle_records.py`` refuses a pickle that names anything outside a fixed list. Nothing that a pickle names
-is imported or called.
+``pickle_records.py`` refuses a pickle that names anything outside a fixed list. Nothing named is called.
 """
 
-from .archive import open_state_dict, read_archive
+from .archive import nested, open_state_dict, read_archive
 from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
 from .view_file import ViewFile
 from .zip_entries import ZipEntry, zip_entries

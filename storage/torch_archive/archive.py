@@ -26,7 +26,8 @@ from .zip_entries import ZipEntry, zip_entries
 #: The most bytes of an archive's pickle.
 _MOST_BYTES = 64 << 20
 _ZIP, _TAR_NAME, _PICKLE = b"PK", b"./", b"\x80"
-_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
+#: The format's names of types, by those that pickles have.
+DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
 #: torch's typed storages; those of newer types are untyped, and the tensor names its dtype.
 _STORAGES = {
     **{"torch.DoubleStorage": "F64", "torch.FloatStorage": "F32", "torch.HalfStorage": "F16"},
@@ -54,8 +55,7 @@ def read_archive(
     The file is told the storages with the CRC-32 that the archive states; only those of the pickle and the
     byte order are compared yet. ``allowed``: names that may occur besides torch's own for tensors (see
     ``read_records``). ``BadInput`` for an older form than the zip archives of torch 1.6, for any other name,
-    and for an archive whose storages and tensors do not fit together; ``BadCheckpoint`` for a pickle that was
-    altered.
+    for an archive whose storages and tensors do not fit together; ``BadCheckpoint`` for an altered pickle.
     """
     where = file.path
     with file.opened() as fd:
@@ -98,17 +98,14 @@ def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
         raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=size)
     raw = os.pread(fd, entry.end - entry.begin, entry.begin)
     if crc32(raw) != entry.crc:
-        todo = "The file was altered or damaged since it was written"
-        raise BadCheckpoint(
-            where, name, expected=f"CRC-32 {entry.crc:08x}", found=f"{crc32(raw):08x}", todo=todo
-        )
+        expected, todo = f"CRC-32 {entry.crc:08x}", "The file was altered or damaged since it was written"
+        raise BadCheckpoint(where, name, expected=expected, found=f"{crc32(raw):08x}", todo=todo)
     return raw
 
 
 def _way_out(first: bytes) -> str:
     """Return what to do with a file that is no zip archive."""
-    old = first.startswith(_PICKLE) or first[257:262] == b"ustar" or first.startswith(_TAR_NAME)
-    if old:
+    if first.startswith((_PICKLE, _TAR_NAME)) or first[257:262] == b"ustar":
         return (
             "This is the form before torch 1.6, a bare pickle or a tar file; it is not read. If you trust "
             "its origin, load it with torch.load and write it with torch.save or as safetensors"
@@ -117,11 +114,9 @@ def _way_out(first: bytes) -> str:
 
 
 def _whole_numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(
-        type(number) is int and 0 <= number < 1 << 62 for number in value
-    ):
-        raise ValueError("no tuple of whole numbers")
-    return value
+    if isinstance(value, tuple) and all(type(number) is int and 0 <= number < 1 << 62 for number in value):
+        return value
+    raise ValueError("no tuple of whole numbers")
 
 
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
@@ -144,9 +139,9 @@ def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
 
 def _tensor_of_dtype(args: tuple[Any, ...]) -> View:
     name = args[6]
-    if not isinstance(name, Name) or name.text not in _DTYPES:
+    if not isinstance(name, Name) or name.text not in DTYPES:
         raise ValueError("no dtype that torch holds")
-    return _tensor(args, _DTYPES[name.text])
+    return _tensor(args, DTYPES[name.text])
 
 
 def _parameter(args: tuple[Any, ...]) -> View:
@@ -170,12 +165,12 @@ _NAMES: dict[str, Maker | None] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch.Size": size_of,
     "torch.device": None,
-    **dict.fromkeys((*_STORAGES, *_DTYPES)),
+    **dict.fromkeys((*_STORAGES, *DTYPES)),
 }
 
 
-#: Levels of dicts inside one another, such as a trainer's ``{"model": {...}}``, and entries of all of them.
-_DEEPEST, _MOST_ENTRIES = 8, 1_000_000
+#: The most letters of a name in dicts inside one another.
+_LONGEST_NAME = 500
 
 
 def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
@@ -185,37 +180,34 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
     """
     file = ViewFile.of(path)
     value = read_archive(file)
-    for name, view in tensors_in(value, path):
-        file.add(view, name)
+    for name, view in nested(value, path):
+        if isinstance(view, View):
+            if name in file.tensors or not name.isprintable():
+                raise BadInput(path, shown(name), expected="a printable name, once", found="another")
+            file.add(view, name)
     if not file.tensors:
         raise BadInput(path, expected="a dict of tensors", found=f"a {type(value).__name__} without any")
     return file
 
 
-def tensors_in(value: object, where: object) -> Iterator[tuple[str, View]]:
-    """Yield each tensor in dicts inside one another, with its dotted name.
+def nested(stored: object, where: object, levels: int = 8) -> Iterator[tuple[str, object]]:
+    """Yield what lies in dicts inside one another, such as a trainer's ``{"model": {...}}``, by dotted names.
 
-    ``BadInput`` for a name twice, and for more entries than a model's file has: dicts may be shared, so that
-    a small file can describe very many.
+    A dict that has several names is walked once, and a name of more than 500 letters is refused: a small file
+    could say very many, and very long ones.
     """
-    level: list[tuple[str, object]] = [("", value)]
-    seen: set[str] = set()
-    met = 0
-    for _ in range(_DEEPEST):
-        tables = [(prefix, table) for prefix, table in level if isinstance(table, dict)]
-        met += sum(len(table) for _, table in tables)
-        if met > _MOST_ENTRIES:
-            raise BadInput(where, expected=f"at most {_MOST_ENTRIES:,} entries", found=f"{met:,}")
-        inside = [
-            (f"{prefix}{key}", child)
-            for prefix, table in tables
-            for key, child in table.items()
-            if isinstance(key, str | int) and isinstance(child, View | dict)
-        ]
-        for name, child in inside:
-            if isinstance(child, View):
-                if name in seen or not name.isprintable():
-                    raise BadInput(where, shown(name), expected="a printable name, once", found="another")
-                seen.add(name)
-                yield name, child
-        level = [(f"{name}.", child) for name, child in inside if isinstance(child, dict)]
+    level, seen = [("", stored)], set[int]()
+    for _ in range(levels):
+        below: list[tuple[str, object]] = []
+        for prefix, parent in level:
+            for key, child in parent.items() if isinstance(parent, dict) else ():
+                name = f"{prefix}{key}" if isinstance(key, str | int) else ""
+                if len(name) > _LONGEST_NAME:
+                    expected = f"a name of at most {_LONGEST_NAME} letters"
+                    raise BadInput(where, shown(name), expected=expected, found=f"one of {len(name):,}")
+                if name:
+                    yield name, child
+                if name and isinstance(child, dict) and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append((f"{name}.", child))
+        level = below

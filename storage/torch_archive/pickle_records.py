@@ -143,6 +143,10 @@ _FOUR_BYTES = Struct("<I").unpack_from
 _EMPTY, _BLOCK = b"]}", 1000
 
 
+#: What Python's reader raises for a pickle that is damaged.
+_DAMAGE = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError, struct_error)
+
+
 def read_records(
     raw: bytes,
     where: object,
@@ -165,18 +169,9 @@ def read_records(
             return _Unpickler(raw, where, allowed, persistent).load()
     except BadInput:
         raise
-    except (
-        pickle.UnpicklingError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        EOFError,
-        struct_error,
-    ) as error:
-        raise BadInput(
-            where, "pickle", expected="a whole pickle", found=shown(str(error), 200), todo=_TODO
-        ) from None
+    except _DAMAGE as error:
+        problem = shown(str(error), 200)
+        raise BadInput(where, "pickle", expected="a whole pickle", found=problem, todo=_TODO) from None
 
 
 def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:

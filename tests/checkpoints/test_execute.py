@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.draws import drawn
 from trilith.checkpoints.convert.execute import Work
 from trilith.checkpoints.convert.plan import Transfer
-from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
+from trilith.parallel_state import BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
 from trilith.storage.catalog import in_one_file as in_file
@@ -276,17 +276,6 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path, rest,
     make(again=False)
     assert [*FinishedWork(tmp_path / "journal", lambda: None).done] == [0]
     make(again=True)
-
-
-def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path):
-    box = Box((0,), (4,))
-
-    def piece(a, b):
-        return Piece.plain(Box((a,), (b,)), Key(None, "w"), (a,))
-
-    for plan in ([piece(0, 3)], [piece(0, 2), piece(1, 4)], [piece(0, 2), piece(1, 2), piece(3, 4)]):
-        with pytest.raises(BadCheckpoint, match="plan: w: expected each element set once"):
-            Work().execute([(Transfer("w", box, tuple(plan), "F32"), None)])
 
 
 def test_the_first_error_ends_the_work_and_its_threads(tmp_path):

@@ -60,18 +60,19 @@ def weights_in_each(root, layouts, make, options):
 
 
 class Scaled(nn.Linear):
-    """Have a scalar parameter, as a logit scale is."""
+    """Have a scalar parameter, as a logit scale is, and one without elements."""
 
     def __init__(self):
         super().__init__(3, 3)
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
 
 
-def test_a_scalar_parameter_is_compared_and_converted(tmp_path):
-    for name in "ab":
+def test_a_scalar_parameter_and_one_without_elements_are_compared_and_converted(tmp_path):
+    for name, dtype in {"a": torch.float32, "b": torch.float32, "bf16": torch.bfloat16}.items():
         torch.manual_seed(0)
-        save(tmp_path / name, Scaled(), step=1)
+        save(tmp_path / name, Scaled().to(dtype), step=1)
     assert run(["diff", f"{tmp_path}/a", f"{tmp_path}/b"]) == 0
+    assert run(["diff", f"{tmp_path}/a", f"{tmp_path}/bf16"]) == 1
     assert run(["convert", f"{tmp_path}/a", f"{tmp_path}/c", "--to", "sharded", "--verify"]) == 0
 
 

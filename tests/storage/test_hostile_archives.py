@@ -96,6 +96,8 @@ PICKLES = {
     "shared dicts": b"\x80\x02}"
     + b"".join(b"q%c}(%bh%c%bh%cu" % (n, text("a"), n, text("b"), n) for n in range(250))
     + b".",
+    "a long name before many": b"\x80\x02}"
+    + (text("a" * (1 << 20)) + b"}(" + b"".join(number(n) + b"}" for n in range(1000)) + b"us."),
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
     "a dict in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
     "a key of tuples in tuples": b"\x80\x02}" + b")\x85\x85K\x01s.",

@@ -114,7 +114,7 @@ SMALL = replace(
 NO_MODELS = {
     "shared dicts": (shared_dicts(50, 8), "model: expected tensors"),
     "digits": (
-        {"decoder.layers." + "9" * 5000 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"
+        {"decoder.layers." + "9" * 400 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"
     ),
     "one dim": ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
     "no dim": ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
