@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.configs import FOLDER, MODELS
-from torch import nn
 from trilith.layers import AttentionInputs, checkpoint_blocks
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
-from trilith.parallel_state.engine.weight_gradients import compute_input_gradients
-from trilith.planner.stage_costs import StageBytes, StageCost
-from trilith.planner.step_shape import Work
 from trilith.simulation.kinds_of_blocks import signature
 from trilith.simulation.micro_batch import MicroBatch
-from trilith.simulation.pieces import ModelPieces, shapes_only
-from trilith.simulation.traced import trace
+from trilith.simulation.pieces import ModelPieces
 from trilith.testing import LiveBytes, run_parallel
 
 #: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
@@ -46,8 +41,7 @@ ALONE = Layout()
 class Row:
     """Describe a block: its model, fields of it that are ``changed``, what is adapted, and its micro-batch.
 
-    ``staying``: whether the gradients of its weights stay, as before a sum over data ranks. ``in_two``:
-    whether its backward has two parts.
+    ``staying``: whether the gradients of its weights stay, as before a sum over data ranks.
     """
 
     model: str
@@ -59,14 +53,13 @@ class Row:
     rows: int = 2
     length: int = 64
     staying: bool = False
-    in_two: bool = False
 
     def __str__(self) -> str:
         words = [self.model, *(f"{key}={value}" for key, value in self.changed), self.mode]
         words += [] if self.lora is None else [f"lora {dict(self.lora)}"]
         words += [str(self.layout)] * (self.layout.world > 1)
         words += [str(self.dtype).removeprefix("torch."), f"{self.rows}x{self.length}"]
-        return " ".join(words + ["staying"] * self.staying + ["in two"] * self.in_two)
+        return " ".join(words + ["staying"] * self.staying)
 
     @property
     def raw(self):
@@ -85,16 +78,15 @@ class Row:
 
 
 def traced(row):
-    """Return of each block the bytes kept, and the most of its backward, or what its first part leaves."""
+    """Return of each block the bytes kept, and the most of its backward."""
     state = ParallelState.alone() if row.layout.world == 1 else ParallelState.stand_in(row.layout)
     model, blocks = row.built(state, "meta")
     batch = MicroBatch(row.rows, row.length // row.layout.context, row.dtype.itemsize, gpu=False)
     pieces = ModelPieces(model, state)
     for block in blocks:
         piece = pieces.block(block, batch, reached=True)
-        trace = piece.under(row.mode, in_two=row.in_two)
-        most = trace.with_gradients if row.staying else trace.with_gradient
-        yield trace.kept, trace.kept + (trace.between if row.in_two else most)
+        trace = piece.under(row.mode)
+        yield trace.kept, trace.kept + (trace.with_gradients if row.staying else trace.with_gradient)
 
 
 def measured(row, planned):
@@ -127,23 +119,11 @@ def settled(memory, layout, expected):
 
 
 def held(row, block, inputs, source, planned):
-    factor, trained = (
-        torch.randn_like(source),
-        [weight for weight in block.parameters() if weight.requires_grad],
-    )
-    source.grad = None
+    factor, source.grad = torch.randn_like(source), None
     for weight in block.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad and not row.staying else None
     with LiveBytes() as memory:
         before = memory.now
-        if row.in_two:
-            x = (source * 1.0).requires_grad_()
-            outputs = [block(x, inputs)]
-            kept, grads = memory.now - before - outputs[0].nbytes, [torch.ones_like(outputs[0])]
-            left = compute_input_gradients(outputs, grads, [x], iter(trained))
-            outputs.clear(), grads.clear()
-            x.grad = None
-            return kept, memory.now - before + 0 * len(left)
         # As between blocks: only the block needs its input, and the gradient is a tensor of its own.
         total = (block(source.requires_grad_() * 1.0, inputs) * factor).sum()
         others = before + total.nbytes
@@ -190,7 +170,6 @@ def rows():
     for name in MODELS:
         yield drawn(name, 0), name in DRAWN
         yield drawn(name, 1), False
-        yield Row(name, in_two=True), name in ("qwen3_next", "llama", "mixtral", "deepseek_v3")
     for adapted_row in (
         adapters("gpt_oss-window", **STACKS),
         adapters("deepseek_v2"),
@@ -244,28 +223,6 @@ def test_a_traced_block_keeps_and_needs_what_a_block_does(row):
 
 def test_every_family_has_a_block():
     assert {one_block(name)["model_type"] for name in _BLOCKS} == FAMILIES.keys()
-
-
-def test_blocks_before_the_last_one_keep_all_until_the_second_part_of_a_backward():
-    """A stage of two blocks, traced as one, leaves what the plan of the stage adds up from its blocks."""
-    row, state = Row("qwen3_next", length=64), ParallelState.stand_in(Layout.of(pipeline=2), 1)
-    model, _ = row.built(ParallelState.alone(), "meta")
-    batch = MicroBatch(row.rows, row.length, row.dtype.itemsize, gpu=False)
-    pieces, pair = ModelPieces(model, ParallelState.alone()), nn.ModuleList([*model.layers.values()][:2])
-    with shapes_only([pair], batch):
-        inputs = pieces._inputs(batch, pair)
-        together = trace(
-            lambda x: pair[1](pair[0](x, inputs), inputs),
-            pieces._hidden(batch),
-            [*pair.parameters()],
-            in_two=True,
-        )
-    parts = {number: pieces.block(block, batch, reached=True) for number, block in enumerate(pair)}
-    stage = StageCost(False, parts, (), frozenset(parts))
-    work = Work(state, model.config.hidden_size, row.length, row.rows, 4, fused=False, schedule="zbv")
-    stage_bytes = StageBytes(stage, work, zero=0, own_input=False, largest=0)
-    assert stage_bytes.halfway == pytest.approx(together.between, rel=1e-4)  # but for a number or two
-    assert sum(piece.between for piece in parts.values()) < 0.99 * together.between
 
 
 def test_it_counts_what_lives_and_the_worst_moment():
