@@ -133,7 +133,7 @@ def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
 
 def test_the_page_is_whole_and_has_no_address(result):
     page = make_page(result)
-    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 3
+    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
     assert "The other layouts" in page and "prefers-color-scheme: dark" in page
 
