@@ -64,6 +64,8 @@ class RankGradients:
         #: is a third one between these, and torch lets go of the last gradient with the others.
         self.in_place = shards == 1 and (not layout.zero or copies == 1)
         self.in_three = shards == 1 and not self.in_place
+        #: Whether a buffer stays that is not the gradient: with offload this is on the host.
+        self.leaves_buffer = work.offload or not self.in_place
         #: What the blocks of each stage have.
         self.stages = [
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
@@ -100,7 +102,7 @@ class RankGradients:
         if not elements and runs:
             elements = runs[0 if self.work.in_two else -1].piece.gradients / self.made
         elements = elements or self.parameters.most("trained")
-        return elements * self.work.reduce * self.each
+        return elements * self.work.reduce * (self.each and self.leaves_buffer)
 
     def given_back(self, group: Group) -> float:
         """Return what the sum of a group's gradients gives back in a step's last backward."""

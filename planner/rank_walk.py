@@ -68,8 +68,6 @@ class RankWalk:
                 peak = beside.after(instant.bytes, instant.messages * message, missing)
                 peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
         self.peaks = peaks
-        for stage in dict.fromkeys(self.stages):
-            self._first_forward(stage)
 
     def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
         """Return the peaks of an action beside what the rank holds as it begins; many have equal ones."""
@@ -134,20 +132,6 @@ class RankWalk:
             self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
 
-    def _first_forward(self, stage: StageBytes) -> None:
-        """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
-        if self.zero in (1, 2) and stage.runs:
-            self.dropped = self.left = self.before = self.last_sum = 0.0
-            self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
-            ahead = self.parameters.most("here") * self.made
-            self.note(self._made_in_last(stage) + ahead)
-
-    def _made_in_last(self, stage: StageBytes) -> float:
-        """Return the bytes beside the kept ones in the forward of a stage's last block."""
-        run = next((run for run in stage.runs if run.piece in stage.stage.blocks.values()), None)
-        made = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
-        return max(made, 0 if self.cut else stage.logits)
-
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
         return self.parameters.exit * (place == len(self.stages) - 1)
@@ -155,7 +139,7 @@ class RankWalk:
     def _backward(self, place: int, *, last: bool) -> None:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
-        self._forwards(stage)
+        self._forwards(stage, first=first)
         ahead = stage.runs[0].piece.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
         if zero3 and self.cut and (exit or self.here[place] == 0):  # FSDP gathers the root beside a block
             self.note(self.parameters.root.here * self.made + ahead)
@@ -165,10 +149,9 @@ class RankWalk:
             self.missing -= (early := min(max(exit - tied, 0) * gradients.sum, self.of_root))
             self.of_root -= early
         if behind := stage.stage.behind:
-            added = "with_gradient" if gradients.adds else "with_gradients"
             # The gradient of logits that a stage keeps is written over them, unless they were bounded.
             over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
-            end = max(getattr(behind[0].plain, added) - over, most_of(behind[1:], "backward") + waits)
+            end = max(behind[0].plain.with_gradients - over, most_of(behind[1:], "backward") + waits)
             self.note(end + zero3 * ahead)
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
@@ -186,13 +169,12 @@ class RankWalk:
         trace, weights, grads, gradients = run.trace, run.piece.weights, run.piece.gradients, self.gradients
         zero3, drops, first = self.zero == 3, last and self.drops, place in self.absent
         summing = gradients.each or (last and gradients.in_last)
-        most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
         own, rest = weights - experts, grads - experts
         # What lasts of a block's gradients from its backward on, less what their sum gives back.
         lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
-        left = rest * self.work.reduce / self.made * summing
+        left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
         summed = gradients.summed(rest / self.made, one=False)
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
@@ -203,7 +185,7 @@ class RankWalk:
             came = message * (not index)
             # FSDP copies what it received before it gathers the block before, or the block's own experts.
             self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
-            self.note(most - came + waits + zero3 * weights + ahead)
+            self.note(trace.with_gradients - came + waits + zero3 * weights + ahead)
             if experts and summing:
                 self._experts(trace, waits, ahead, of_experts, drops)
             self.now -= trace.kept
@@ -241,11 +223,17 @@ class RankWalk:
             beside = self.parameters.most("largest") * gradients.sum * (self.recut > 0)
             self.note(waits + largest * self.work.reduce + beside)
 
-    def _forwards(self, stage: StageBytes) -> None:
-        """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-        zero3, block = self.zero == 3 and bool(stage.runs), stage.runs[0].trace if stage.runs else Trace()
+    def _forwards(self, stage: StageBytes, *, first: bool) -> None:
+        """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to;
+        ``first``: of the step's first micro-batch, for which ZeRO 1 and 2 gather.
+        """
+        last = [run for run in stage.runs if run.piece in stage.stage.blocks.values()][:1]
+        made = max((max(run.piece.plain.forward, self.work.between_blocks) for run in last), default=0)
+        zero3 = self.zero == 3 and bool(stage.runs)
         # FSDP keeps what it received for a group until it has gathered the next one.
-        self.note(self._made_in_last(stage) + zero3 * 2 * block.weights)
+        received = zero3 * 2 * sum(run.trace.weights for run in stage.runs[:1])
+        received += (self.zero in (1, 2) and first and bool(last)) * self.parameters.most("here") * self.made
+        self.note(max(made, 0 if self.cut else stage.logits) + received)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
@@ -263,7 +251,7 @@ class RankWalk:
         self.left = 0.0
         summed = gradients.summed(elements, experts=True)
         self.note(trace.at_experts + beside + ahead - experts * (zero3 or drops) + summed)
-        self.left = elements * self.work.reduce
+        self.left = elements * self.work.reduce * gradients.leaves_buffer
         self.missing -= lasting
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:

@@ -14,10 +14,9 @@ class Trace:
     """Hold what a piece does for one micro-batch on one rank. Bytes do not count the piece's weights.
 
     ``kept``: alive from its forward to its backward, what it is given included (``kept_input``), what it
-    gives (``made``) excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward,
+    gives (``made``) excluded. The next three are the most bytes beside ``kept``: ``forward``: in its forward,
     what it gives included; ``backward``: in its backward, with the gradient of what it gives, without
-    gradients of weights; ``with_gradient``: the same with the gradient of a weight until it is added to that
-    of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
+    gradients of weights; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
     Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients;
@@ -34,7 +33,6 @@ class Trace:
     weights: int = 0
     kept_input: int = 0
     backward: int = 0
-    with_gradient: int = 0
     with_gradients: int = 0
     gradients: int = 0
     experts: int = 0

@@ -64,18 +64,12 @@ def trace(
     ``in_two``: whether the backward has two parts, of which the first one is noted. ``scalar``: whether
     ``run`` gives a loss, whose gradient is a number.
     """
-    weights, summed = [*parameters, *others], dict[int, int]()
+    weights = [*parameters, *others]
     of_apart = [weight for module in apart for weight in module.parameters()]
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
 
-    def note(parameter: Tensor) -> None:
-        summed[id(parameter)] = recorder.at
-
-    hooks = []
     for weight in weights:
         weight.grad = None
-        if weight.requires_grad:
-            hooks.append(weight.register_post_accumulate_grad_hook(note))
     anchor = torch.empty((), requires_grad=reached)
     with recorder:
         if in_two:
@@ -100,11 +94,9 @@ def trace(
                 total.backward()
                 del total
                 of = parameters, others, of_apart
-                left, peaks = _in_backward(recorder, start, sizes["kept"], *of, summed)
+                left, peaks = _in_backward(recorder, start, sizes["kept"], *of)
             sizes |= left
             instants |= peaks
-    for hook in hooks:
-        hook.remove()
     for weight in weights:
         weight.grad = None
     recorder.end_chain()
@@ -121,7 +113,6 @@ def _in_backward(
     parameters: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
     separate: Sequence[nn.Parameter],
-    summed: dict[int, int],
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
     that began after the operator before ``start``.
@@ -137,18 +128,12 @@ def _in_backward(
     def beside(leaving_out: set[Storage]) -> list[int]:
         return [after - forward_bytes for after in recorder.bytes(start, leaving_out)]
 
-    bare = beside(apart | own.keys())
-    with_gradient = [*bare]
-    for weight in parameters:
-        if (storage := made.get(id(weight))) is not None:  # an operator may make gradients of several weights
-            for instant in range(max(storage.made - start, 0), summed[id(weight)] + 1 - start):
-                with_gradient[instant] += own[storage]
-    instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
+    instants = {"backward": beside(apart | own.keys()), "with_gradients": beside(apart)}
     sizes = {"gradients": sum(own.values())}
-    if experts := {made[id(weight)]: id(weight) for weight in separate if id(weight) in made}:
-        last = max(summed[number] for number in experts.values()) - start
+    if experts := {made[id(weight)] for weight in separate if id(weight) in made}:
+        last = max(storage.made for storage in experts) - start
         sizes["experts"] = sum(own[storage] for storage in experts)
-        sizes["at_experts"] = beside(apart | experts.keys())[last]
+        sizes["at_experts"] = beside(apart | experts)[last]
     return sizes, instants
 
 

@@ -39,10 +39,7 @@ ALONE = Layout()
 
 @dataclass(frozen=True)
 class Row:
-    """Describe a block: its model, fields of it that are ``changed``, what is adapted, and its micro-batch.
-
-    ``staying``: whether the gradients of its weights stay, as before a sum over data ranks.
-    """
+    """Describe a block: its model, fields that are ``changed``, what is adapted, and its micro-batch."""
 
     model: str
     changed: tuple[tuple[str, Any], ...] = ()
@@ -52,14 +49,13 @@ class Row:
     dtype: torch.dtype = torch.float32
     rows: int = 2
     length: int = 64
-    staying: bool = False
 
     def __str__(self) -> str:
         words = [self.model, *(f"{key}={value}" for key, value in self.changed), self.mode]
         words += [] if self.lora is None else [f"lora {dict(self.lora)}"]
         words += [str(self.layout)] * (self.layout.world > 1)
         words += [str(self.dtype).removeprefix("torch."), f"{self.rows}x{self.length}"]
-        return " ".join(words + ["staying"] * self.staying)
+        return " ".join(words)
 
     @property
     def raw(self):
@@ -86,7 +82,7 @@ def traced(row):
     for block in blocks:
         piece = pieces.block(block, batch, reached=True)
         trace = piece.under(row.mode)
-        yield trace.kept, trace.kept + (trace.with_gradients if row.staying else trace.with_gradient)
+        yield trace.kept, trace.kept + trace.with_gradients
 
 
 def measured(row, planned):
@@ -121,7 +117,7 @@ def settled(memory, layout, expected):
 def held(row, block, inputs, source, planned):
     factor, source.grad = torch.randn_like(source), None
     for weight in block.parameters():
-        weight.grad = torch.zeros_like(weight) if weight.requires_grad and not row.staying else None
+        weight.grad = None
     with LiveBytes() as memory:
         before = memory.now
         # As between blocks: only the block needs its input, and the gradient is a tensor of its own.
@@ -151,7 +147,7 @@ def cut(name, **fields):
 
 
 def drawn(name, number):
-    """Return a row of this model in a drawn mode and dtype, with gradients that stay or are added."""
+    """Return a row of this model in a drawn mode and dtype."""
     draw = random.Random(f"{name} {number}")
     return Row(
         name,
@@ -159,7 +155,6 @@ def drawn(name, number):
         dtype=draw.choice([torch.float32, torch.bfloat16]),
         rows=draw.choice([1, 2]),
         length=128 if name in HYBRIDS else 64,  # two chunks of a recurrence
-        staying=draw.random() < 0.5,
     )
 
 
@@ -189,8 +184,7 @@ def rows():
         few("deepseek_v3", 16, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=4, first_k_dense_replace=3),
         few("gemma", 16, head_dim=64, intermediate_size=16),
     ):
-        yield few_tokens, few_tokens.model == "mixtral"
-        yield replace(few_tokens, staying=True), few_tokens.model != "mixtral"
+        yield few_tokens, True
     yield many("mixtral", intermediate_size=256), True
     yield many("cohere", intermediate_size=4, head_dim=4), True
     yield many("gpt2", n_inner=400, resid_pdrop=0.1), True
