@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..layers import Scaling, Stage, routers
-from ..models import AdaptedFamily, Family, ModelConfig
+from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from ..simulation.kinds_of_blocks import block_kinds, build_one_of_each_kind, signature
+from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind, signature
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.piece import Piece
@@ -197,26 +197,14 @@ def sampled(
     frozen: torch.dtype | None = None,
     float8: Scaling | None = None,
 ) -> SampledModel:
-    """Return the sampled model for this layout: of layouts that cut a block alike it is the same object.
-
-    ``frozen``, ``float8``: see ``build_one_of_each_kind``. Raises ``BadInput`` for a layout that cannot cut
-    the model.
-    """
-    family.check_layout(config, layout)
-    cut = Layout(
-        tensor=layout.tensor,
-        context=layout.context,
-        data_replicate=layout.expert,
-        expert=layout.expert,
-        sequence=layout.sequence,
-        ring=layout.ring,
-    )
-    return _sampled(family, config, cut, frozen if isinstance(family, AdaptedFamily) else None, float8)
+    """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
+    model = one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8)
+    return _sampled(family, model, frozen, float8)
 
 
 @lru_cache(maxsize=64)
 def _sampled(
-    family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None, float8: Scaling | None
+    family: Family, model: CausalLM, frozen: torch.dtype | None, float8: Scaling | None
 ) -> SampledModel:
-    other = partial(sampled, family, config, frozen=frozen, float8=float8)
-    return SampledModel(family, build_one_of_each_kind(family, config, cut, frozen, float8), other)
+    other = partial(sampled, family, model.config, frozen=frozen, float8=float8)
+    return SampledModel(family, model, other)

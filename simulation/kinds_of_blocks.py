@@ -46,6 +46,32 @@ def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
     return tuple(known.setdefault(signature(block), len(known)) for block in model.layers.values())
 
 
+def one_block_of_each_kind(
+    family: Family,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    frozen: torch.dtype | None = None,
+    float8: Scaling | None = None,
+) -> CausalLM:
+    """Return a model on the meta device, cut as a layout says, in which blocks alike are one block.
+
+    Shared: of layouts that cut a block alike it is the same object. ``frozen``: the dtype of the weights that
+    adapters leave as they are. ``float8``: the scaling of linears that multiply in float8. Raises
+    ``BadInput`` for a layout that cannot cut the model.
+    """
+    family.check_layout(config, layout)
+    cut = Layout(
+        tensor=layout.tensor,
+        context=layout.context,
+        data_replicate=layout.expert,
+        expert=layout.expert,
+        sequence=layout.sequence,
+        ring=layout.ring,
+    )
+    return _built(family, config, cut, frozen if isinstance(family, AdaptedFamily) else None, float8)
+
+
 def build_one_of_each_kind(
     family: Family,
     config: ModelConfig,
@@ -53,11 +79,7 @@ def build_one_of_each_kind(
     frozen: torch.dtype | None = None,
     float8: Scaling | None = None,
 ) -> CausalLM:
-    """Return a model for one rank of ``cut``, on the meta device, in which blocks alike are one block.
-
-    ``frozen``: the dtype of the weights that adapters leave as they are. ``float8``: the scaling of linears
-    that multiply in float8.
-    """
+    """Build such a model for one rank of ``cut``."""
     shared, state = _with_shared_blocks(family, block_kinds(family, config)), ParallelState.stand_in(cut)
     if isinstance(shared, AdaptedFamily):
         model = shared.build(config, state=state, base_dtype=frozen)
@@ -66,6 +88,9 @@ def build_one_of_each_kind(
     if float8 is not None:
         use_float8(model, float8)
     return model
+
+
+_built = lru_cache(maxsize=64)(build_one_of_each_kind)
 
 
 def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
