@@ -74,7 +74,9 @@ class RankGradients:
         again = self.each and several and layout.copies_shards
         #: The root's last sum, which FSDP holds until the next one where replicas add it up. The first one is
         #: the gradient itself.
-        self.last_sum = again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
+        self.last_sum: float = (
+            again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
+        )
         # With offload the sums of all groups stay on the device until replicas have added them up.
         waiting = again * work.offload * total.trained_stored * work.reduce
         # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied

@@ -228,10 +228,10 @@ class RankWalk:
         ``first``: of the step's first micro-batch, for which ZeRO 1 and 2 gather.
         """
         last = [run for run in stage.runs if run.piece in stage.stage.blocks.values()][:1]
-        made = max((max(run.piece.plain.forward, self.work.between_blocks) for run in last), default=0)
+        made: float = max((max(run.piece.plain.forward, self.work.between_blocks) for run in last), default=0)
         zero3 = self.zero == 3 and bool(stage.runs)
         # FSDP keeps what it received for a group until it has gathered the next one.
-        received = zero3 * 2 * sum(run.trace.weights for run in stage.runs[:1])
+        received: float = zero3 * 2 * sum(run.trace.weights for run in stage.runs[:1])
         received += (self.zero in (1, 2) and first and bool(last)) * self.parameters.most("here") * self.made
         self.note(max(made, 0 if self.cut else stage.logits) + received)
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
