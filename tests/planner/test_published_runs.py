@@ -54,15 +54,6 @@ def test_mfu_is_compared_in_the_convention_of_its_source(found):
     assert "MFU with all of attention" in PAGE
 
 
-def test_every_row_states_what_it_was_predicted_with(found):
-    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [a-z][\w.]*-[\w.-]+ \|", line)]
-    assert len(rows) == len(found)
-    for row, one in zip(rows, found, strict=True):
-        run = one.run
-        step = f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once"
-        assert row[3:6] == [step, run.checkpointing, run.dtype + ", eager" * (not run.compiled)]
-
-
 def test_speeds_of_other_units_are_one_arithmetic(found):
     """TFLOP/s and MFU of a row say the same: tokens a second times the FLOPs of a token."""
     for one in found:
