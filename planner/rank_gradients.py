@@ -121,10 +121,10 @@ class RankGradients:
         there = sum(self.lasts(group) for place, group in users.items() if place not in absent)
         return max(self._root - there, 0.0)
 
-    def summed(self, elements: float, *, one: bool = True, experts: bool = False) -> float:
+    def summed(self, elements: float, *, single: bool = True, experts: bool = False) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included.
 
-        ``one``: whether most of them are of one weight, which is freed later than the others; ``experts``:
+        ``single``: whether most of them are of one weight, which is freed later than the others; ``experts``:
         whether they are of experts apart.
         """
         buffer, shard = elements * self.work.reduce, elements * self.shard[experts] * (not self.in_place)
@@ -132,7 +132,7 @@ class RankGradients:
             shard += buffer
         if self.in_last:
             return buffer + max(shard - elements * self.sum, 0)
-        return buffer + (sum if one and not self.in_three else max)((elements * self.made, shard))
+        return buffer + (sum if single and not self.in_three else max)((elements * self.made, shard))
 
 
 def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:

@@ -175,7 +175,7 @@ class RankWalk:
         lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
         left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
-        summed = gradients.summed(rest / self.made, one=False)
+        summed = gradients.summed(rest / self.made, single=False)
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
