@@ -152,6 +152,9 @@ class RankWalk:
             # The gradient of logits that a stage keeps is written over them, unless they were bounded.
             over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
             end = max(behind[0].plain.with_gradients - over, most_of(behind[1:], "backward") + waits)
+            if not stage.stage.blocks:  # it is not known where in it FSDP gathers and sums a block
+                end = most_of(behind, "backward") + self.parameters.most("largest") * self.made + waits
+                ahead = 2 * self.parameters.most("here") * self.made
             self.note(end + zero3 * ahead)
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
