@@ -149,20 +149,9 @@ def compare(run: PublishedRun) -> Comparison:
     return Comparison(run, layout, unit, reported, predicted, peak, time)
 
 
-def corrected(comparisons: Sequence[Comparison]) -> list[float]:
-    """Return the error of each row's prediction once it is slowed down as the rows of all other sources say:
-    by the median of ``times_slower``.
-    """
-    slower = {
-        source: median(other.times_slower for other in comparisons if other.run.source != source)
-        for source in {comparison.run.source for comparison in comparisons}
-    }
-    return [comparison.times_slower / slower[comparison.run.source] - 1 for comparison in comparisons]
-
-
 def page(comparisons: Sequence[Comparison]) -> str:
     """Return docs/published_runs.md."""
-    errors, rest = [comparison.error for comparison in comparisons], corrected(comparisons)
+    errors = [comparison.error for comparison in comparisons]
     slower = [comparison.times_slower for comparison in comparisons]
     reporting = [row for row in comparisons if row.run.gibibytes]
     plain = [row.memory / row.run.gibibytes for row in reporting]
@@ -176,8 +165,6 @@ def page(comparisons: Sequence[Comparison]) -> str:
         least=min(slower),
         most=max(slower),
         usual=median(slower),
-        again=sum(abs(error) <= 0.15 for error in rest),
-        error=100 * median(map(abs, rest)),
         fast=sum(error > 0 for error in errors),
         meanings=_table(("column", "meaning"), words["meanings"].items()),
         reporting=len(reporting),
@@ -190,10 +177,10 @@ def page(comparisons: Sequence[Comparison]) -> str:
     )
     parts = [head]
     for source in dict.fromkeys(comparison.run.source for comparison in comparisons):
-        rows = [both for both in zip(comparisons, rest, strict=True) if both[0].run.source == source]
+        rows = [comparison for comparison in comparisons if comparison.run.source == source]
         place = f"<{source}>" if "://" in source else f"[{source}]({source})"
-        table = _table(_COLUMNS, (_cells(comparison, error) for comparison, error in rows))
-        parts.append(f"## {rows[0][0].run.title}\n\nSource: {place}\n\n{table}\n")
+        table = _table(_COLUMNS, map(_cells, rows))
+        parts.append(f"## {rows[0].run.title}\n\nSource: {place}\n\n{table}\n")
     return "\n".join(parts)
 
 
@@ -205,7 +192,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 #: The heads of the table of memory, and of each table of speeds.
 _MEMORY = ("GPUs x model", "products", "planned", "by name", "so expected", "reported", "what differs")
 _COLUMNS = ("model", "GPUs", "layout", "step", "checkpointing", "products", "reported", "predicted", "error",
-            "corrected", "memory", "assumed")  # fmt: skip
+            "memory", "assumed")  # fmt: skip
 
 
 def _memory_cells(row: Comparison) -> tuple[str, ...]:
@@ -214,7 +201,7 @@ def _memory_cells(row: Comparison) -> tuple[str, ...]:
     return f"{run.gpus:,} x {run.model}", run.products, *sizes, run.differs
 
 
-def _cells(comparison: Comparison, rest: float) -> tuple[str, ...]:
+def _cells(comparison: Comparison) -> tuple[str, ...]:
     run, layout = comparison.run, comparison.layout
     return (
         run.model,
@@ -226,7 +213,6 @@ def _cells(comparison: Comparison, rest: float) -> tuple[str, ...]:
         f"{_short(comparison.reported)} {comparison.unit}",
         _short(comparison.predicted),
         f"{100 * comparison.error:+.0f} %",
-        f"{100 * rest:+.0f} %",
         f"{comparison.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else ""),
         run.assumed,
     )

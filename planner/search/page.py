@@ -5,7 +5,7 @@ from html import escape
 
 from ...runs.report.html import folded, table, whole_page
 from .find import Found
-from .pictures import memory_of_stages, pareto, step_of_rank, sweep, timetable_of
+from .pictures import memory_of_stages, step_of_rank, sweep, timetable_of
 from .report import HEAD, asked, facts, left_out, recipe_toml, rows, searched
 from .strategy import reasons
 from .sweep import asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
@@ -23,9 +23,6 @@ def make_page(search: Found) -> str:
         table(rows(search), head=HEAD, text=1),
         "<p>Seconds are those of a step, waits the share of it in which a pipeline rank is idle, "
         "and GB those of the heaviest rank.</p>",
-        f"<figure><figcaption>Memory against time</figcaption>{pareto(search)}</figure>",
-        "<p>Each point is a layout that was timed in full; the numbers are those of the table. The line "
-        "joins the points that are best: no other point needs less memory and is as fast.</p>",
         "<h2>Memory of the fastest layout</h2>",
         f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(search)}</figure>",
         *_schedule(search),

@@ -1,4 +1,4 @@
-"""Draw what searches found: memory against time, memory by rank, the timetable, a rank's step, sweeps."""
+"""Draw what searches found: memory by rank, the timetable, a rank's step, sweeps."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -14,60 +14,6 @@ from .find import Found
 
 #: Bars of one part of a step above which they are drawn as an image.
 _MOST_BARS = 200
-
-
-def pareto(search: Found) -> str:
-    """Return SVG: memory against time of every layout that was timed; those shown have their number.
-
-    A line joins the best of them: no other needs less memory and is as fast.
-    """
-    figure, axes = new_figure(3.6)
-    room = search.request.room / 1e9
-    plain = [answer for answer in search.timed if answer not in search.best]
-    axes.scatter(
-        [answer.time.seconds for answer in plain], [answer.bytes / 1e9 for answer in plain], s=16, color=INK
-    )
-    axes.step(*zip(*_frontier(search), strict=True), where="post", color=INK, linewidth=1, zorder=0)
-    places = [(answer.time.seconds, answer.bytes / 1e9) for answer in search.best]
-    axes.scatter(*zip(*places, strict=True), s=46, color=COLOURS[0])
-    left, right = axes.get_xlim()
-    lowest = min(answer.bytes for answer in search.timed) / 1e9
-    bottom = max(0.0, lowest - 0.4 * (room - lowest))  # and room for the numbers below
-    axes.set_ylim(bottom, room + 0.2 * (room - bottom))
-    for numbers in _close(places, (right - left) / 30, (room - bottom) / 8):
-        label = ", ".join(str(number + 1) for number in numbers)
-        under = min((places[number] for number in numbers), key=lambda place: place[1])
-        below = {"xytext": (0, -7), "textcoords": "offset points", "va": "top", "ha": "center"}
-        axes.annotate(label, under, fontsize=10, **below)
-    axes.axhline(room, color=COLOURS[4], linewidth=1, linestyle="--")
-    at_end = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
-    axes.annotate(f"{room:.1f} GB may be used", (1, room), **at_end)
-    axes.set_xlabel("seconds of a step")
-    axes.set_ylabel("GB of the heaviest rank")
-    return svg_of(figure)
-
-
-def _frontier(search: Found) -> list[tuple[float, float]]:
-    """Return seconds and GB of each timed layout that needs less memory than every faster one."""
-    line: list[tuple[float, float]] = []
-    for seconds, size in sorted((answer.time.seconds, answer.bytes / 1e9) for answer in search.timed):
-        if not line or size < line[-1][1]:
-            line.append((seconds, size))
-    return line
-
-
-def _close(places: Sequence[tuple[float, float]], width: float, height: float) -> list[list[int]]:
-    """Return the numbers of the points, those together whose labels would cover each other."""
-    groups: list[list[int]] = []
-    for number, (seconds, size) in enumerate(places):
-        for group in groups:
-            near = places[group[0]]
-            if abs(near[0] - seconds) < width and abs(near[1] - size) < height:
-                group.append(number)
-                break
-        else:
-            groups.append([number])
-    return groups
 
 
 def memory_of_stages(search: Found) -> str:

@@ -133,7 +133,7 @@ def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
 
 def test_the_page_is_whole_and_has_no_address(result):
     page = make_page(result)
-    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 3
+    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
     assert "The other layouts" in page and "prefers-color-scheme: dark" in page
 
@@ -144,13 +144,6 @@ def told(capsys, words):
     document = json.loads(capsys.readouterr().out)
     assert run(words.split()) == 0
     return document, capsys.readouterr().out
-
-
-def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
-    words = "plan llama-3.2-1b --gpus 1,2 --sequence-length 512,1024 --global-batch 4"
-    searches, shown = told(capsys, words)
-    assert [search["gpus"] for search in searches] == [1, 1, 2, 2]
-    assert "tokens" in shown and "of a row" in shown and shown.count("1,024") >= 2
 
 
 def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
