@@ -7,7 +7,7 @@ from typing import Any
 from ...layers import Checkpointing
 from ...parallel_state import Layout
 from ...pipeline import ScheduleName
-from ...recipes.recipe import Recipe, parse_recipe, to_toml
+from ...recipes.recipe import Recipe, parse_recipe
 from .request import Request
 
 
@@ -75,27 +75,11 @@ def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
     """Return the recipe of a choice as plain data."""
     raw = {key: dict(value) if isinstance(value, Mapping) else value for key, value in request.raw.items()}
     for section, keys in choice.keys.items():
-        raw[section] = raw.get(section, {}) | keys
+        if keys:
+            raw[section] = raw.get(section, {}) | keys
     return raw
 
 
 def recipe_of(request: Request, choice: Choice) -> Recipe:
     """Return the checked recipe of a choice; ``BadInput`` if the checks of a recipe refuse it."""
     return parse_recipe(raw_recipe(request, choice), f"plan {request.name}")
-
-
-def recipe_text(raw: Mapping[str, Any], head: str = "") -> str:
-    """Return a recipe in TOML, sections last, with the lines of ``head`` as its first comment."""
-    lines = [f"# {line}".rstrip() for line in head.splitlines()]
-    _write_table(lines, "", raw)
-    return "\n".join(lines) + "\n"
-
-
-def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
-    tables = {key: inner for key, inner in table.items() if isinstance(inner, Mapping)}
-    plain = {key: setting for key, setting in table.items() if key not in tables and setting is not None}
-    if name and plain:
-        lines += ["", f"[{name}]"]
-    lines += [f"{key} = {to_toml(value)}" for key, value in plain.items()]
-    for key, inner in tables.items():
-        _write_table(lines, f"{name}.{key}" if name else key, inner)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from ...recipes.recipe_text import commented_recipe
 from ...system import counted
 from ..device_memory import reserved_words
 from ..explanation import plain
 from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
-from .choice import raw_recipe, recipe_text
+from .choice import raw_recipe
 from .evaluate import Answer
 from .find import TIED, Found, ties
 from .request import Request
@@ -208,4 +209,4 @@ def _short(seconds: float) -> str:
 
 def recipe_toml(search: Found) -> str:
     """Return the recipe of the fastest layout."""
-    return recipe_text(raw_recipe(search.request, search.best[0].choice), recipe_head(search))
+    return commented_recipe(raw_recipe(search.request, search.best[0].choice), recipe_head(search))
