@@ -27,7 +27,8 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     keys = {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"}
     ForeignConfig(raw, where).check_kind(keys, "TrainingArguments")
     defaults = _defaults()
-    config = ForeignConfig(defaults | {key: value for key, value in raw.items() if value is not None}, where)
+    stated = {key: value for key, value in raw.items() if value not in (None, "auto")}
+    config = ForeignConfig(defaults | stated, where)
     draft = RecipeDraft(where)
     deepspeed: Mapping[str, Any] = {}
     sizes = read_sizes(config)
