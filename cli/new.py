@@ -1,25 +1,20 @@
 """``trilith new --model M --data TOKENS --gpus N``."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ..system import BadInput
 from .shared.options import FORCE, GPU_TYPE, size_names
 from .shared.parameters import As, MaybeCount, Range, check_model_there, check_tokens_there, from_options
-from .shared.say import say
+from .shared.say import say, say_next
 
 
 def new(
     *,
     model: Annotated[
-        str | None, "Hugging Face folder, or published size or config.json to start from scratch", size_names
-    ] = None,
-    data: Annotated[Path | None, As("TOKENS"), "token file of `trilith tokenize`"] = None,
-    gpus: Annotated[int | None, Range(1, 2**20), "number of GPUs"] = None,
+        str, "Hugging Face folder, or published size or config.json to start from scratch", size_names
+    ],
+    data: Annotated[Path, As("TOKENS"), "token file of `trilith tokenize`"],
+    gpus: Annotated[int, Range(1, 2**20), "number of GPUs"],
     gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
     sequence_length: Annotated[
         MaybeCount, "tokens of a row; default: the most that the model takes, up to 8192; less for few tokens"
@@ -32,9 +27,8 @@ def new(
 ) -> None:
     """Write a commented recipe for a model, a token file and a number of GPUs.
 
-    The layout is the one that `trilith plan` finds; `trilith train RECIPE --dry-run` accepts the recipe. On a
-    terminal the command asks for the model, the tokens and the number of GPUs that are not given. Change what
-    you like in the file: it is yours.
+    The layout is the one that `trilith plan` finds; `trilith train RECIPE --dry-run` accepts the recipe.
+    Change what you like in the file: it is yours.
 
     Examples:
 
@@ -42,33 +36,20 @@ def new(
         trilith new --model Llama-3.2-1B --data sft --gpus 1 --lora 16 --out lora.toml
     """
     options = locals()
-    model = _asked(model, "--model", "Model (Hugging Face folder, or published size such as smollm2-135m)")
     check_model_there(model)
-    tokens = Path(_asked(data, "--data", "Token file (trilith tokenize makes one)"))
-    check_tokens_there(tokens)
-    count = int(_asked(gpus, "--gpus", "Number of GPUs"))
+    check_tokens_there(data)
     from ..data.token_index import TokenPaths
     from ..planner.search.new_recipe import new_recipe
     from ..planner.time import machine_named
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
 
-    read = [Path(model), *TokenPaths.of(tokens).all]
+    read = [Path(model), *TokenPaths.of(data).all]
     check_output_file(out, force=force, inputs=read)
     machine = machine_named(gpu_type.lower())
-    text, search = from_options(new_recipe, options, model=model, tokens=tokens, machine=machine, gpus=count)
+    text, search = from_options(new_recipe, options, tokens=data, machine=machine)
     with output_file(out, force=force, inputs=read) as path:
         path.write_text(text, encoding="utf-8")
     best = search.best[0]
     say(f"wrote {out}: {best.choice}, {best.bytes / 1e9:.1f} GB of a GPU")
-    command = shlex.join(["trilith", "train", str(out)])
-    say(f"next: {command} --dry-run\n      {command}")
-
-
-def _asked(value: object, option: str, question: str) -> str:
-    if value is not None:
-        return str(value)
-    if not sys.stdin.isatty():
-        raise BadInput(f"new: {option}", expected="a value, as nobody can be asked here", found="none")
-    kind = int if option == "--gpus" else str
-    return str(typer.prompt(question, type=kind, err=True))
+    say_next(["train", out, "--dry-run"], ["train", out])

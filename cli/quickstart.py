@@ -1,12 +1,11 @@
 """``trilith quickstart``."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .shared.say import table
+from .shared.say import say_next, table
 
 
 def quickstart(
@@ -36,11 +35,10 @@ def quickstart(
     rows = [(check.what, check.figure, check.goal, "ok" if check.passed else failed) for check in checks]
     console.print(table("What was checked", ("check", "figure", "goal", ""), rows))
     console.print(f"curves: {out / 'report.html'}   model: {out / 'hf'}   run: {out / 'run'}")
-    for lead, words in (
-        ("next:", ["report", out / "run"]),
-        ("     ", ["generate", out / "hf", "--prompt", "def main():"]),
-        ("     ", ["train", out / "recipe.toml", f"out={out / 'longer'}", "steps=1000"]),
-    ):
-        console.print(f"{lead} trilith {shlex.join(map(str, words))}", soft_wrap=True)
+    say_next(
+        ["report", out / "run"],
+        ["generate", out / "hf", "--prompt", "def main():"],
+        ["train", out / "recipe.toml", f"out={out / 'longer'}", "steps=1000"],
+    )
     if not all(check.passed for check in checks):
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ def recipe(
     origin: Annotated[
         Literal["from-deepspeed", "from-trainer", "from-megatron"],
         "from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
-        "from-megatron (a log of Megatron-LM, its YAML, or stored arguments as JSON)",
+        "from-megatron (a log of Megatron-LM, or stored arguments as JSON)",
     ],
     file: Annotated[Path, "configuration of the other trainer"],
     words: Annotated[list[str] | None, "from-megatron: words of torchrun, after --, in FILE's place"] = None,

@@ -25,7 +25,7 @@ def index_files(
     from ..data.foreign_tokens import datatrove_files, index_tokens, read_datatrove
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
-    from ..recipes.recipe import to_toml
+    from ..recipes.recipe_text import to_toml
 
     if idle := [option for name, option in written(context).items() if name not in _MEANT]:
         expected = "no option that says how to tokenize: the tokens are there"

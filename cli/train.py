@@ -1,7 +1,6 @@
 """``trilith train RECIPE``."""
 
 import os
-import shlex
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system import BadInput, counted, no_garbage_search
-from .shared.options import Strict, parse_size, recipe_names
+from .shared.options import Strict, recipe_names
 from .shared.parameters import As, Overrides, check_recipe_there
-from .shared.say import print_table, say, table
+from .shared.say import print_table, say, say_next, table
 
 if TYPE_CHECKING:
     from ..planner.dry_run import DryRun
@@ -37,7 +36,6 @@ def train(
         bool, As("--dry-run"), "start nothing; print a rank's memory and traffic, and whether it fits"
     ] = False,
     rank: Annotated[int | None, "rank to plan with --dry-run; default: that which needs most memory"] = None,
-    device_memory: Annotated[str | None, "memory of each device for --dry-run, such as 80GB"] = None,
     exact: Annotated[
         bool,
         "run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
@@ -65,7 +63,7 @@ def train(
 
         trilith train recipe.toml
         trilith train recipe.toml layout.tensor=2 layout.data=4 steps=500
-        trilith train llama-3.1-8b-8gpus --dry-run --device-memory 80GB
+        trilith train llama-3.1-8b-8gpus --dry-run memory.device_gb=80
         trilith train recipe.toml --dry-run --exact --html memory.html
         trilith train recipe.toml --fit --nproc 3
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
@@ -73,9 +71,9 @@ def train(
     """
     check_recipe_there(recipe)
     if dry:
-        _dry_run(recipe, overrides or [], rank, device_memory, exact=exact, html=html)
+        _dry_run(recipe, overrides or [], rank, exact=exact, html=html)
         return
-    of_dry = {"--rank": rank, "--device-memory": device_memory, "--exact": exact or None, "--html": html}
+    of_dry = {"--rank": rank, "--exact": exact or None, "--html": html}
     for option, value in of_dry.items():
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
@@ -110,8 +108,7 @@ def _print_next_commands(recipe: Path, overrides: list[str]) -> None:
         if any(checkpoints[-1].rglob("tokenizer*")):
             commands.append(["generate", out, "--prompt", "Once upon a time"])
         commands.append(["convert", out, out / "hf", "--to", "hf"])
-    for lead, words in zip(("next:", "     ", "     "), commands, strict=False):
-        say(f"{lead} trilith {shlex.join(map(str, words))}")
+    say_next(*commands)
 
 
 @no_garbage_search(hide=True)
@@ -119,7 +116,6 @@ def _dry_run(
     recipe: Path,
     overrides: Sequence[str],
     rank: int | None,
-    device_memory: str | None,
     *,
     exact: bool,
     html: Path | None,
@@ -138,8 +134,7 @@ def _dry_run(
     with output_file(html, ours=ours) if html is not None else nullcontext() as page:
         if page is not None:
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
-        device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-        planned = _show(load_recipe(recipe, overrides), rank, device)
+        planned = _show(load_recipe(recipe, overrides), rank)
         if exact or page is not None:
             from ..planner.search import Worker
             from ..planner.search.exact_memory import (
@@ -165,7 +160,7 @@ def _dry_run(
         say(f"not here       {note}")
     planned.check(str(recipe))
     if planned.room is None:
-        say("fit unknown    give the device's memory: --device-memory 80GB")
+        say("fit unknown    give the device's memory, in 10^9 bytes: memory.device_gb=80")
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
         space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
@@ -173,7 +168,7 @@ def _dry_run(
         say(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
-def _show(recipe: "Recipe", rank: int | None, device: int | None) -> "DryRun":
+def _show(recipe: "Recipe", rank: int | None) -> "DryRun":
     layout = recipe.layout
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
     say(f"layout         {layout}{ranks}")  # all else takes seconds
@@ -181,7 +176,7 @@ def _show(recipe: "Recipe", rank: int | None, device: int | None) -> "DryRun":
     from ..planner.dry_run import dry_run
     from ..recipes.checks import without_effect
 
-    planned = dry_run(recipe, rank=rank, device=device)
+    planned = dry_run(recipe, rank=rank)
     shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
     say(f"device         {planned.recipe.device}")

@@ -1,7 +1,7 @@
 """``trilith train-tokenizer INPUT... --vocab-size N --out FOLDER``."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from .shared.options import INPUTS, JSON_KEY
 from .shared.parameters import As, check_there
@@ -13,7 +13,6 @@ def train_tokenizer(
     *,
     vocab_size: Annotated[int, "number of token ids, including 3 special tokens and 256 byte tokens"],
     out: Annotated[Path, As("FOLDER"), "new folder for the tokenizer"],
-    model_type: Annotated[Literal["bpe", "unigram"], "algorithm of SentencePiece"] = "bpe",
     json_key: Annotated[str, JSON_KEY] = "text",
     chat_template: Annotated[
         Path | None,
@@ -21,7 +20,7 @@ def train_tokenizer(
         "as </s>, is then read as that token, as by most tokenizers",
     ] = None,
 ) -> None:
-    """Train a SentencePiece tokenizer that transformers can read.
+    """Train a SentencePiece tokenizer (BPE) that transformers can read.
 
     SentencePiece and transformers' AutoTokenizer give the same ids. The text is held in memory: some hundred
     megabytes are enough, and more than 2**30 characters are refused.
@@ -39,11 +38,5 @@ def train_tokenizer(
 
     check_place(out, inputs)
     check_inputs(inputs)
-    made = train(
-        paragraphs_of(inputs, json_key),
-        out,
-        vocab_size=vocab_size,
-        model_type=model_type,
-        chat_template=chat_template,
-    )
-    say(f"{out}: {made.vocab_size:,} ids, {model_type}")
+    made = train(paragraphs_of(inputs, json_key), out, vocab_size=vocab_size, chat_template=chat_template)
+    say(f"{out}: {made.vocab_size:,} ids")

@@ -149,7 +149,7 @@ class MemorySection(Section):
     0 if these take at most 64 MiB, else the number that needs least memory"""
     offload: bool = False
     """keep weights, gradients and moments in the host's memory and run the optimizer there"""
-    device_gb: float | None = Field(default=None, gt=0)
+    device_gb: float | None = Field(default=None, gt=0, le=10**9)
     """memory of a device in 10^9 bytes, for a dry run; default: that of the GPU here"""
     headroom: float = Field(default=0.08, ge=0, le=0.9)
     """share of a device's memory that `trilith plan` and a dry run leave free"""

@@ -81,6 +81,7 @@ def _is_whole(line: Mapping[str, Any]) -> bool:
     if not isinstance(event, str) or type(step) is not int or step < 0:
         return False
     facts = all(type(line.get(key)) is kind for key, kind in _FACTS.get(event, {}).items())
+    facts = facts and isinstance(line.get("recipe", {}), dict)
     dated = isinstance(at, int | float) and type(at) is not bool and 0 <= at <= _LAST_SECOND
     return facts and dated
 
@@ -107,8 +108,7 @@ def plain_recipe(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | st
 
 def last_recipe(events: Path) -> dict[str, Any]:
     """Return the recipe of the run's last event that has one, as plain data; empty if none has."""
-    before = [event["recipe"] for event in read_events(events) if isinstance(event.get("recipe"), dict)]
-    return before[-1] if before else {}
+    return next((event["recipe"] for event in reversed(read_events(events)) if "recipe" in event), {})
 
 
 def recipe_changes(before: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:

@@ -130,10 +130,11 @@ def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:
 def _wait_sentence(
     records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, ...], number: int
 ) -> str:
+    # Of a rank with two records, its own and NCCL's, one may have been written before the other: it waited.
     here = {
         rank: call
         for rank, calls in records.items()
-        for call in calls
+        for call in sorted(calls, key=lambda call: not call.ended)
         if (call.group, call.ranks, call.number) == (group, ranks, number)
     }
     # torch names the groups of a device mesh by long hashes.

@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 
 from ..parallel_state import MachineFailed, from_os_error
 from ..storage.small_files import read_json
+from ..storage.strict_json import fits
 from ..system.process_info import has_process_info, process_info, start_of
 from .requests import PREEMPTED
 
@@ -204,7 +205,10 @@ def this_start() -> str:
 
 
 def _read(path: Path) -> RankStatus:
-    return RankStatus(**(read_json(path) | {"time": path.stat().st_mtime}))
+    stated = read_json(path)
+    if not fits(stated, RankStatus):
+        raise ValueError(f"{path}: not the status of a rank")
+    return RankStatus(**(stated | {"time": path.stat().st_mtime}))
 
 
 def all_status(folder: Path) -> list[RankStatus]:

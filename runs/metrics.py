@@ -14,6 +14,7 @@ from ..parallel_state.engine import accelerator
 from ..storage.disk import write_whole, writing
 from ..storage.file_names import BROKEN, set_aside_name
 from ..storage.small_files import log_line, read_good_lines, read_log
+from ..storage.strict_json import fits
 from ..system.process_info import own_memory
 
 
@@ -142,13 +143,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(line: Mapping[str, Any]) -> bool:
-    """Tell whether a line has all fields of a step, so that a report can show it.
+    """Tell whether a line has all fields of a step, each of its kind, so that a report can show it.
 
     ``None`` stands for a number that was not finite.
     """
-    figures = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
-    numbers = all(value is None or type(value) in (int, float) for value in figures)
-    return numbers and type(line.get("tokens")) is int
+    return fits({key: math.nan if value is None else value for key, value in line.items()}, StepMetrics)
 
 
 def _step(line: Mapping[str, Any] | None) -> int | None:

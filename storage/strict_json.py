@@ -4,8 +4,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -126,6 +127,25 @@ def deeper(value: object, most: int) -> bool:
         if not level:
             return False
     return True
+
+
+def fits(stated: Mapping[str, object], record: type[Any]) -> bool:
+    """Tell whether an object has each field of a dataclass, of its type, but for those with a default.
+
+    A float may be a whole number; no number is larger than a file or a time of ours.
+    """
+    return all(
+        _is_one_of(stated[field.name], {*(get_args(field.type) or [field.type])})
+        if field.name in stated
+        else field.default is not MISSING
+        for field in fields(record)
+    )
+
+
+def _is_one_of(value: object, kinds: set[Any]) -> bool:
+    if type(value) is int:
+        return not kinds.isdisjoint((int, float)) and abs(value) < 2**63
+    return type(value) in kinds
 
 
 Count = Annotated[int, Field(ge=0)]

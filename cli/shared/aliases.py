@@ -1,5 +1,5 @@
 """Take the options that users of Megatron-LM and vLLM type for the options of the same meaning here, and
-say what options of earlier versions, and commands of other programs, are called.
+say what commands of other programs are called.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,18 +13,6 @@ ALIASES = {
     "--data": ("--data-parallel-size", "-dp", "--dp"),
     "--zero": ("--zero-stage",),
     "--sequence-length": ("--seq-length",),
-}
-#: An option of an earlier version, and what has its meaning in the commands that have one of these.
-RENAMED = {
-    "--seq": ("--sequence-length",),
-    "--length": ("--sequence-length",),
-    "--sequence": ("--sequence-length", "--sequence-parallel"),
-    "--microbatches": ("--micro-batches",),
-    "--virtual": ("--virtual-stages",),
-    "--stages": ("--pipeline",),
-    "--gpu": ("--gpu-type",),
-    "--prompts": ("--prompt-file",),
-    "--exclude": ("--exclude-faulty",),
 }
 #: A command of an earlier version, and the words that have its meaning.
 FORMER_COMMANDS = {"reshard": ["convert", "--to", "sharded"]}
@@ -58,15 +46,13 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def what_to_type(words: Sequence[str], options: Collection[str], arguments: Collection[str]) -> str | None:
-    """Return what to write in the place of the first option that a command has no more, or that is an
-    argument of the command; ``None`` if there is none. ``arguments``: their names in the help.
+    """Return what to write in the place of the first option that is an argument of the command; ``None`` if
+    there is none. ``arguments``: their names in the help.
     """
     for word in words[: words.index("--") if "--" in words else None]:
         name = word.partition("=")[0]
         if not name.startswith("--") or name in options:
             continue
-        if new := [option for option in RENAMED.get(name, ()) if option in options]:
-            return f"{name} is now {' or '.join(new)}"
         argument = "RECIPE" if name == "--config" else name.removeprefix("--").upper()
         if argument in arguments:
             return f"{argument} is an argument: write it without {name}"

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ...checkpoints import Source
-from ...recipes.recipe import Recipe, commented_recipe
+from ...recipes.recipe import Recipe
+from ...recipes.recipe_text import commented_recipe
 from ...recipes.section import sections_of
 from ...runs.events import last_recipe
 from ...storage.safe_open import read_small
@@ -62,7 +63,8 @@ def _changed(settings: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]
     for key, setting in settings.items():
         section = sections.get(key)
         if section is not None and isinstance(setting, dict):
-            changed[key] = _changed(setting, section)
+            if (inner := _changed(setting, section)) or defaults[key] is None:
+                changed[key] = inner
         elif key != "out" and json.dumps(setting) != json.dumps(defaults.get(key), default=str):
             changed[key] = _public(setting)
     return changed

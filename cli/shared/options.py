@@ -89,28 +89,6 @@ def model_names(incomplete: str) -> list[str]:
     return [*size_names(incomplete), *recipe_names(incomplete)]
 
 
-_UNITS = {
-    "": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
-}
-
-#: No machine has more memory. Unit: bytes.
-LARGEST = 2**60
-
-
-def parse_size(text: str, option: str) -> int:
-    """Parse ``800MB``, ``1.5GiB`` or ``1000000`` to bytes; otherwise ``BadInput`` names ``option``."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
-    units = {unit.lower(): size for unit, size in _UNITS.items()} | {"b": 1}
-    if match is None or match[2].lower() not in units:
-        raise BadInput(option, expected="a size such as 800MB or 2GiB", found=_short(text))
-    size = int(float(match[1]) * units[match[2].lower()])
-    if not 1 <= size <= LARGEST:
-        raise BadInput(option, expected="from 1 byte to 1 EiB", found=_short(text))
-    return size
-
-
 #: How people write large numbers: 70B parameters, 15T tokens.
 _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -47,6 +48,12 @@ def say(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 #: Prints text that is no part of what a program would read.
 say_aside = partial(say, err=True)
+
+
+def say_next(*commands: Sequence[object]) -> None:
+    """Say which commands of trilith usually follow, each by its words."""
+    for number, words in enumerate(commands):
+        say(f"{'     ' if number else 'next:'} trilith {shlex.join(map(str, words))}")
 
 
 def say_json(value: object, default: Callable[[Any], object] | None = None) -> None:

@@ -1,16 +1,15 @@
 """Train a SentencePiece tokenizer and write it as a Hugging Face folder that gives the same ids.
 
-SentencePiece and the ``tokenizers`` library run the same algorithms with other arithmetic and other defaults.
-They agree on every text once nothing is normalised, no blank is added or removed, unknown characters become
-bytes, special tokens are not looked for inside a text, and, for unigram, single precision adds the scores
-exactly (see ``_round_scores``).
+The tokenizer is a BPE. SentencePiece and the ``tokenizers`` library run the same algorithm with other
+defaults. They agree on every text once nothing is normalised, no blank is added or removed, unknown
+characters become bytes, and special tokens are not looked for inside a text.
 """
 
 import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...parallel_state import BadInput
 from ...storage.disk import Disk
@@ -18,15 +17,6 @@ from ...storage.output_places import check_output
 from ...storage.small_files import read_text
 from ...storage.staging import staged
 from .tokenizer_loading import Tokenizer, load_tokenizer
-
-#: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then
-#: exact in SentencePiece's single precision, so that ties are ties in both libraries.
-_SCORE_UNIT = 64
-
-#: The characters of pieces such as ``</s>`` and ``<0x0A>``. Each must be an ordinary piece of a unigram
-#: vocabulary, or the spelling of a special token would be the cheapest way through a text that contains it.
-_SPELLING = "</>0123456789ABCDEFskunx"
-_NEVER_CHOSEN = -(2.0**20)
 
 #: Characters to train on at most: all of them are held in memory, several times over.
 MOST_CHARACTERS = 2**30
@@ -41,7 +31,6 @@ def train_tokenizer(
     folder: str | Path,
     *,
     vocab_size: int,
-    model_type: Literal["bpe", "unigram"] = "bpe",
     chat_template: Path | None = None,
 ) -> Tokenizer:
     """Train on ``texts`` (paragraphs, say) and write ``folder``; the same texts give the same bytes.
@@ -67,12 +56,11 @@ def train_tokenizer(
         raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
     check_output(folder, apart=True)
     template = None if chat_template is None else read_text(chat_template)
-    model = _train(texts, vocab_size, model_type)
-    _write(folder, model, model_type, template)
+    _write(folder, _train(texts, vocab_size), template)
     return load_tokenizer(folder)
 
 
-def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
+def _train(texts: Iterable[str], vocab_size: int) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
     written, wrong = io.BytesIO(), list[BaseException]()
@@ -80,14 +68,13 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
         SentencePieceTrainer.Train(
             sentence_iterator=_counted(texts, wrong),
             model_writer=written,
-            model_type=model_type,
+            model_type="bpe",
             vocab_size=vocab_size,
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             normalization_rule_name="identity",
             byte_fallback=True,
             allow_whitespace_only_pieces=True,  # indented code takes a third fewer tokens
-            required_chars=_SPELLING if model_type == "unigram" else "",
             max_sentence_length=2**30,  # longer texts would be left out without a word
             num_threads=1,  # sums over threads would depend on their number
             minloglevel=2,
@@ -97,9 +84,9 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             raise wrong[0] from None
         # "INTERNAL: src/file.cc(123) [(condition)] The reason."
         reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
-        key = f"training a {model_type} vocabulary of {vocab_size}"
+        key = f"training a vocabulary of {vocab_size}"
         raise BadInput("tokenizer", key, found=reason, todo="Give more text or another vocab_size") from error
-    return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
+    return written.getvalue()
 
 
 def _counted(texts: Iterable[str], wrong: list[BaseException]) -> Iterator[str]:
@@ -120,19 +107,7 @@ def _counted(texts: Iterable[str], wrong: list[BaseException]) -> Iterator[str]:
         raise
 
 
-def _round_scores(model: bytes) -> bytes:
-    """Round the model's scores to a grid, so that their sums in float32 and float64 are the same number."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2  # protobuf makes its classes at run time
-    proto = messages.ModelProto.FromString(model)
-    for piece in proto.pieces:
-        piece.score = round(piece.score * _SCORE_UNIT) / _SCORE_UNIT
-    rounded: bytes = proto.SerializeToString(deterministic=True)
-    return rounded
-
-
-def _write(folder: Path, model: bytes, model_type: str, template: str | None) -> None:
+def _write(folder: Path, model: bytes, template: str | None) -> None:
     """Write the folder beside its place and rename it there; remove what a killed call left there."""
     special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
     config = {
@@ -144,7 +119,7 @@ def _write(folder: Path, model: bytes, model_type: str, template: str | None) ->
     }
     files = {
         "tokenizer.model": model,
-        "tokenizer.json": _backend(model, model_type).to_str(pretty=True).encode(),
+        "tokenizer.json": _backend(model).to_str(pretty=True).encode(),
         "tokenizer_config.json": _json(config),
         "special_tokens_map.json": _json(special),
     }
@@ -156,7 +131,7 @@ def _write(folder: Path, model: bytes, model_type: str, template: str | None) ->
         staging.publish()
 
 
-def _backend(model: bytes, model_type: str) -> Any:
+def _backend(model: bytes) -> Any:
     """Build a ``tokenizers`` pipeline with the pieces and the behaviour of the SentencePiece model."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken, decoders, models, normalizers
@@ -170,19 +145,11 @@ def _backend(model: bytes, model_type: str) -> Any:
         for i, piece in enumerate(pieces)
         if not (processor.IsControl(i) or processor.IsUnknown(i) or processor.IsByte(i))
     }
-    if model_type == "bpe":
-        vocabulary = {piece: i for i, piece in enumerate(pieces)}
-        unknown = processor.IdToPiece(processor.unk_id())
-        core: Any = models.BPE(
-            vocabulary, _merges(plain), unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    else:
-        scores = [
-            (piece, processor.GetScore(i) if piece in plain else _NEVER_CHOSEN)
-            for i, piece in enumerate(pieces)
-        ]
-        core = models.Unigram(scores, unk_id=processor.unk_id(), byte_fallback=True)
-    backend = Backend(core)
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    unknown = processor.IdToPiece(processor.unk_id())
+    backend = Backend(
+        models.BPE(vocabulary, _merges(plain), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     backend.normalizer = normalizers.Replace(" ", "▁")
     blanks = decoders.Replace("▁", " ")
     backend.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse()])

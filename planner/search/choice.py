@@ -75,7 +75,8 @@ def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
     """Return the recipe of a choice as plain data."""
     raw = {key: dict(value) if isinstance(value, Mapping) else value for key, value in request.raw.items()}
     for section, keys in choice.keys.items():
-        raw[section] = raw.get(section, {}) | keys
+        if keys:
+            raw[section] = raw.get(section, {}) | keys
     return raw
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...data.token_file import TokenFile
 from ...parallel_state import BadInput
-from ...recipes.recipe import commented_recipe
+from ...recipes.recipe_text import commented_recipe
 from ..time import Machine
 from .choice import raw_recipe
 from .find import Found, find_layouts

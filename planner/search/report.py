@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...recipes.recipe import commented_recipe
+from ...recipes.recipe_text import commented_recipe
 from ...system import counted
 from ..device_memory import reserved_words
 from ..explanation import plain

@@ -166,9 +166,7 @@ def _memory(config: ForeignConfig, draft: RecipeDraft) -> None:
         raise zero.bad("stage", "0, 1, 2 or 3", stage)
     draft.set("layout.zero", stage)
     for key in ("offload_param", "offload_optimizer"):
-        device = zero.section(key).text("device") or "none"
-        if device not in ("none", "cpu", "nvme"):
-            raise zero.bad(f"{key}.device", "none, cpu or nvme", device)
+        device = zero.section(key).one_of("device", ("none", "cpu", "nvme")) or "none"
         if device != "none":
             draft.set_offload()
         if device == "nvme":
@@ -187,17 +185,11 @@ def _memory(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _reduction(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set the dtype in which gradients are summed; DeepSpeed's default is the one they are computed in."""
-    for key, name in (
-        ("communication_data_type", config.text("communication_data_type")),
-        ("data_types.grad_accum_dtype", config.section("data_types").text("grad_accum_dtype")),
-    ):
-        if name is None:
-            continue
-        if name not in _DTYPES:
-            raise config.bad(key, f"one of {', '.join(_DTYPES)}", name)
-        earlier = draft.values.get("reduce")
-        if earlier not in (None, _DTYPES[name]):
-            draft.miss("communication_data_type", earlier, "data_types counts here")
-        draft.set("reduce", _DTYPES[name])
+    reduced = config.one_of("communication_data_type", _DTYPES)
+    summed = config.section("data_types").one_of("grad_accum_dtype", _DTYPES)
+    if reduced and summed and _DTYPES[reduced] != _DTYPES[summed]:
+        draft.miss("communication_data_type", _DTYPES[reduced], "data_types counts here")
+    if dtype := summed or reduced:
+        draft.set("reduce", _DTYPES[dtype])
     if config.flag("fp32_allreduce"):
         draft.set("reduce", "float32")

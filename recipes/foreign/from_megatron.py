@@ -85,9 +85,7 @@ def _expert(config: ForeignConfig, draft: RecipeDraft, ranks: int) -> None:
 
 
 def _zero(config: ForeignConfig, draft: RecipeDraft, data: int) -> None:
-    strategy = config.text("data_parallel_sharding_strategy") or "no_shard"
-    if strategy not in _STRATEGIES:
-        raise config.bad("data_parallel_sharding_strategy", " or ".join(_STRATEGIES), strategy)
+    strategy = config.one_of("data_parallel_sharding_strategy", _STRATEGIES) or "no_shard"
     distributed, fsdp = config.flag("use_distributed_optimizer"), config.flag("use_megatron_fsdp")
     stage = _STRATEGIES[strategy] if fsdp else int(distributed)
     if config.flag("use_torch_fsdp2"):
@@ -164,9 +162,7 @@ def _steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -
     warmup = _span(config, "lr_warmup", batch, by_samples=by_samples)
     wsd_decay = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
     fraction = config.number("lr_warmup_fraction")
-    style = config.text("lr_decay_style") or "linear"
-    if style not in _SCHEDULES:
-        raise config.bad("lr_decay_style", " or ".join(_SCHEDULES), style)
+    style = config.one_of("lr_decay_style", _SCHEDULES) or "linear"
     if fraction is not None and warmup:
         raise config.bad("lr_warmup_fraction", "this or a number of iterations or samples", "both")
     if steps is None:
@@ -234,12 +230,11 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
-    granularity, blocks = config.text("recompute_granularity"), config.whole("recompute_num_layers", least=1)
-    remarks = {None: "", "full": "by blocks", "selective": "all but matrix products and attention"}
-    if granularity not in remarks:
-        raise config.bad("recompute_granularity", "full or selective", granularity)
+    remarks = {"full": "by blocks", "selective": "all but matrix products and attention"}
+    granularity = config.one_of("recompute_granularity", remarks)
+    blocks = config.whole("recompute_num_layers", least=1)
     first_blocks = config.text("recompute_method") == "block" and granularity == "full"
-    draft.set("memory.checkpointing", granularity, "" if first_blocks else remarks[granularity])
+    draft.set("memory.checkpointing", granularity, "" if first_blocks else remarks.get(granularity or "", ""))
     if first_blocks:
         draft.miss("recompute_num_layers", blocks, "all blocks are computed again, or every n-th one")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ...runs.trackers import TrackerName
+from ..sections import CheckpointSection
 from .parallel_in_trainer import deepspeed_file, fsdp, parallelism, read_sizes, with_arguments
 from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute
 
@@ -23,11 +24,11 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     values are filled in from here. ``ranks``: how many processes train; the file does not say. Raises
     ``BadInput`` for a file of another kind, or one that contradicts itself.
     """
-    config = ForeignConfig(raw, where)
-    config.check_kind(
-        {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"},
-        "TrainingArguments",
-    )
+    keys = {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"}
+    ForeignConfig(raw, where).check_kind(keys, "TrainingArguments")
+    defaults = _defaults()
+    stated = {key: value for key, value in raw.items() if value not in (None, "auto")}
+    config = ForeignConfig(defaults | stated, where)
     draft = RecipeDraft(where)
     deepspeed: Mapping[str, Any] = {}
     sizes = read_sizes(config)
@@ -40,15 +41,15 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
         draft.miss_ranks("one")
     draft.set("out", config.text("output_dir") or "run")
     draft.set("device", "cpu" if config.flag("use_cpu") or config.flag("no_cuda") else "cuda")
-    draft.set("seed", config.whole("seed", 42))
+    draft.set("seed", config.whole("seed"))
     draft.blank("model.init_from")
     draft.blank("data.tokens")
     _rows(config, draft)
     if deepspeed and ranks is None:
         ranks = draft.values["layout.data"] * sizes.tensor * sizes.context
     parallelism(config, draft, sizes, ranks or 1)
-    micro_batch = config.whole("per_device_train_batch_size", 8, least=1) or 1
-    accumulation = config.whole("gradient_accumulation_steps", 1, least=1) or 1
+    micro_batch = config.whole("per_device_train_batch_size", least=1) or 1
+    accumulation = config.whole("gradient_accumulation_steps", least=1) or 1
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
     steps = _steps(config, draft)
@@ -65,7 +66,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
         config.section(key)  # its keys are listed
     _saving(config, draft, steps)
     _watching(config, draft)
-    return draft.finish(config, "trainer", _defaults())
+    return draft.finish(config, "trainer", defaults)
 
 
 def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -79,8 +80,8 @@ def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:
     """Translate ``max_steps``; for epochs, the number of steps depends on the data."""
-    steps = config.whole("max_steps", -1, least=-1) or -1
-    epochs = config.number("num_train_epochs", 3.0)
+    steps = config.whole("max_steps", least=-1) or -1
+    epochs = config.number("num_train_epochs")
     if steps > 0:
         draft.set("steps", steps)
         return steps
@@ -93,19 +94,19 @@ def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:
 
 def _optimizer(config: ForeignConfig, draft: RecipeDraft, deepspeed: Mapping[str, Any]) -> None:
     """Translate the optimizer; the learning rate in DeepSpeed's configuration, if any, counts."""
-    rate = config.number("learning_rate", 5e-5)
+    rate = config.number("learning_rate")
     warms_up = (deepspeed.get("scheduler") or {}).get("type") in ("WarmupLR", "WarmupDecayLR")
     if not (warms_up or deepspeed.get("optimizer")):
         draft.set("optimizer.lr", rate)
     elif draft.values.get("optimizer.lr") != rate:
         draft.miss("learning_rate", rate, "DeepSpeed's file says another, which counts")
-    kind = config.text("optim") or "adamw_torch"
+    kind = config.text("optim") or ""
     if not (kind.startswith("adamw_") and "bit" not in kind and "bnb" not in kind and "paged" not in kind):
         draft.miss("optim", kind, "AdamW is the only optimizer here")
-    draft.set("optimizer.betas", [config.number("adam_beta1", 0.9), config.number("adam_beta2", 0.999)])
-    draft.set("optimizer.eps", config.number("adam_epsilon", 1e-8))
-    draft.set("optimizer.weight_decay", config.number("weight_decay", 0.0))
-    draft.set("optimizer.clip", config.number("max_grad_norm", 1.0))
+    draft.set("optimizer.betas", [config.number("adam_beta1"), config.number("adam_beta2")])
+    draft.set("optimizer.eps", config.number("adam_epsilon"))
+    draft.set("optimizer.weight_decay", config.number("weight_decay"))
+    draft.set("optimizer.clip", config.number("max_grad_norm"))
     draft.set("optimizer.label_smoothing", config.number("label_smoothing_factor") or None)
 
 
@@ -139,7 +140,7 @@ def _schedule(
 
 def _warmup(config: ForeignConfig, draft: RecipeDraft, steps: int | None, kind: str) -> None:
     """Translate the warm-up; ``warmup_steps`` below 1 is a share of the run, as ``warmup_ratio`` is."""
-    warmup, share = config.number("warmup_steps", 0.0) or 0.0, config.number("warmup_ratio", 0.0) or 0.0
+    warmup, share = config.number("warmup_steps") or 0.0, config.number("warmup_ratio") or 0.0
     if share > 1:
         raise config.bad("warmup_ratio", "a share of the steps, from 0 to 1", share)
     if 0 < warmup < 1:
@@ -156,20 +157,20 @@ def _warmup(config: ForeignConfig, draft: RecipeDraft, steps: int | None, kind: 
 
 
 def _saving(config: ForeignConfig, draft: RecipeDraft, steps: int | None) -> None:
-    for kind, key, default in (("save", "checkpoint.every", 0), ("logging", "log_every", 10)):
+    for kind, key in (("save", "checkpoint.every"), ("logging", "log_every")):
         strategy = config.text(f"{kind}_strategy") or "steps"
-        interval = config.number(f"{kind}_steps", 500) or 0
+        interval = config.number(f"{kind}_steps") or 0
         if 0 < interval < 1 and steps is not None:
             interval = math.ceil(interval * steps)
         if strategy == "steps" and interval >= 1:
             draft.set(key, int(interval))
         elif strategy != "no" and (setting := interval if strategy == "steps" else strategy):
             draft.miss(f"{kind}_strategy", setting, f"set {key} in steps")
-            draft.set(key, default)
     if keep := config.whole("save_total_limit", least=0):
         draft.set("checkpoint.keep", keep)
     elif "checkpoint.every" in draft.values:
-        draft.miss("save_total_limit", keep, "only the newest 2 stay; set checkpoint.keep for more")
+        newest = CheckpointSection().keep
+        draft.miss("save_total_limit", keep, f"only the newest {newest} stay; set checkpoint.keep for more")
 
 
 def _watching(config: ForeignConfig, draft: RecipeDraft) -> None:

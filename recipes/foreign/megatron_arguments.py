@@ -1,4 +1,4 @@
-"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON.
+"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command or JSON.
 
 Megatron resolves its arguments and prints them at the start of a run; a shell gives the words of a script.
 So neither is done here.
@@ -7,26 +7,23 @@ So neither is done here.
 import ast
 import os
 import re
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...parallel_state import BadInput
 from ...storage.safe_open import open_regular
-from ...storage.small_files import read_json, read_text
+from ...storage.small_files import read_json
 from ...system import whole_number
 from .translation import settings_of
 
 _TORCHRUN = ("nproc_per_node", "nnodes")
 #: What a user puts in the place of torchrun.
 COMMAND = "trilith recipe from-megatron --"
-#: Bytes of YAML, and those of a log in which Megatron's arguments stand, so that reading takes a moment.
-_LONGEST, _START = 2**17, 2**20
+#: Bytes of a log in which Megatron's arguments stand, so that reading takes a moment.
+_START = 2**20
 #: A line of Megatron's, ``  lr ... 0.0003``, maybe behind a rank's name; a name of 48 letters has no dots.
 _PRINTED = re.compile(r"^(?:\S*:)? *(\w+) (?:\.+|(?<=\w{48} ))(?: (.*\S))?[ \r]*$", re.MULTILINE)
 _LITERALS: dict[str, Any] = {"None": None, "True": True, "False": False}
@@ -42,15 +39,13 @@ class Arguments:
 
 
 def read_arguments(file: Path) -> Arguments:
-    """Read what Megatron printed in a log, YAML (``.yaml``), or stored arguments (``.json``).
+    """Read what Megatron printed in a log, or stored arguments (``.json``).
 
     Raises ``BadInput`` for a file without arguments, and for two values of one argument.
     """
     if file.suffix == ".json":
         raw = read_json(file)
         return _normalized(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
-    if file.suffix in (".yaml", ".yml"):
-        return _normalized(*_of_yaml(file), file)
     return _normalized(_of_log(file), [], file)
 
 
@@ -75,13 +70,11 @@ def arguments_of(words: Sequence[str]) -> Arguments:
 def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
     """Return the arguments by Megatron's names of today."""
     values: dict[str, Any] = {}
-    aliases = settings_of("megatron")["aliases"]
+    aliases, flags = (settings_of("megatron")[table] for table in ("aliases", "flags"))
     for key, value in raw.items():
         name = aliases.get(key, key)
-        for known, setting, *equivalent in settings_of("megatron")["equivalents"]:
-            if known == name and setting == value and type(setting) is type(value):  # 1 is not True here
-                name, value = equivalent
-                break
+        if value is True and name in flags:
+            name, value = flags[name]
         if name in values and values[name] != value and None not in (values[name], value):
             raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
@@ -105,7 +98,7 @@ def _of_log(file: Path) -> dict[str, Any]:
         text = os.read(log, _START).decode(errors="replace").partition("end of arguments")[0]
     if not (raw := {name: _literal(value) for name, value in _PRINTED.findall(text)}):
         todo = f"In a script, put `{COMMAND}` in the place of torchrun, and run it"
-        expected = 'what Megatron prints, lines such as "  lr ........ 0.0003", or .yaml or .json'
+        expected = 'what Megatron prints, lines such as "  lr ........ 0.0003", or .json'
         raise BadInput(file, expected=expected, found="none", todo=todo)
     return raw
 
@@ -128,56 +121,3 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             name, values = name.replace("-", "_"), [value] if equals else []
         elif name:
             values.append(word)
-
-
-def _of_yaml(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the leaves of a YAML file by their names, whatever section they are in."""
-    text = read_text(file, _LONGEST)
-    try:
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), file)
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split())[:200] or "nested too deep"
-        raise BadInput(file, expected="YAML", found=message) from None
-    if not isinstance(content, dict):
-        raise BadInput(file, expected="a mapping of arguments", found=f"a {type(content).__name__}")
-    raw: dict[str, Any] = {}
-    unsure: list[str] = []
-    queue = deque(("", str(key), value) for key, value in content.items())
-    while queue:
-        section, key, value = queue.popleft()
-        if isinstance(value, dict):
-            queue += [(key, str(name), child) for name, child in value.items()]
-            continue
-        name = f"{section}.{key}" if key in ("name", "_target_", "type", "precision") and section else key
-        name = "precision" if name == "trainer.precision" else name
-        if key == "betas" and isinstance(value, list) and len(value) == 2:
-            queue += [(section, f"adam_beta{n}", beta) for n, beta in enumerate(value, 1)]
-        elif isinstance(value, str) and "${" in value:
-            unsure.append(f"{name} = {value}: another part of the file says it")
-        elif name in raw and raw[name] != value:
-            raise BadInput(file, name, expected=f"one value, {raw[name]!r}", found=repr(value))
-        else:
-            raw[name] = value
-    if raw.get("num_query_groups") is not None:
-        raw.setdefault("group_query_attention", True)
-    return raw, unsure
-
-
-def _check_nodes(root: Any, file: Path) -> None:
-    """Refuse a key that is said twice, and aliases, with which a few lines become any number of values."""
-    nodes, seen = [root], set[int]()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            line = node.start_mark.line + 1
-            raise BadInput(file, expected="values and no aliases", found=f"an alias of line {line}")
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif isinstance(node, yaml.MappingNode):
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for name, times in Counter(names).most_common(1):
-                if times > 1:
-                    raise BadInput(file, name, expected="each key once", found=f"it {times} times")
-            nodes += [value for _, value in node.value]

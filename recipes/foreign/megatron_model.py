@@ -1,16 +1,10 @@
-"""Translate the shape of Megatron's model to a config of the zoo, or to the name of a published size."""
+"""Translate the shape of Megatron's model to a config of the zoo."""
 
 from typing import Any
 
-from ...models import family_of, published_sizes
+from ...models import family_of
 from .translation import ForeignConfig, RecipeDraft, settings_of
 
-#: Fields that a run may set differently for one and the same published size.
-_FREE = {
-    *("max_position_embeddings", "initializer_range", "attention_dropout", "rope_theta", "rope_scaling"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "residual_dropout", "embedding_dropout"),
-    *("layer_norm_epsilon", "n_positions", "rms_norm_eps", "norm_topk_prob"),
-}
 #: What the vocabularies of tokenizers have, where Megatron's arguments leave it to the tokenizer.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
@@ -29,39 +23,12 @@ def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
     vocabulary = config.whole("vocab_size", least=1) or _VOCABULARIES.get(tokenizer)
     if vocabulary is None and (vocabulary := config.whole("padded_vocab_size", least=1)):
         draft.miss("padded_vocab_size", vocabulary, "with rows of padding; set the tokenizer's own number")
-    model_config = {"vocab_size": vocabulary or 2**16, **fields}
-    published = _published(model_config, config.where, with_vocabulary=vocabulary is not None)
-    if published is not None:
-        name, fields = published
-        draft.set("model.size", name, "by its shape")
+    # Refuses a shape that no model has.
+    family_of(fields, config.where).from_hf({"vocab_size": vocabulary or 2**16, **fields}, config.where)
     for key, field in fields.items():
         draft.set(f"model.config.{key}", field)
-    if published is None:
-        draft.set_or_blank("model.config.vocab_size", vocabulary)
+    draft.set_or_blank("model.config.vocab_size", vocabulary)
     return True
-
-
-def _published(
-    model_config: dict[str, Any], where: str, *, with_vocabulary: bool
-) -> tuple[str, dict[str, Any]] | None:
-    """Return the published size that is this model with the fewest changes of fields, and these changes."""
-    family = family_of(model_config, where)
-    ignored = {"router_aux_loss_coef"} if with_vocabulary else {"router_aux_loss_coef", "vocab_size"}
-
-    def shape(fields: dict[str, Any]) -> dict[str, Any]:
-        return family.from_hf(fields, where).model_dump(exclude=ignored)
-
-    wanted, fitting = shape(model_config), list[tuple[str, dict[str, Any]]]()
-    for size in published_sizes().values():
-        if size.fields["model_type"] != model_config["model_type"]:
-            continue
-        standard = shape(size.with_fields({}))
-        changes = {
-            key: field for key, field in model_config.items() if key in _FREE and standard.get(key) != field
-        }
-        if shape(size.with_fields(changes)) == wanted:
-            fitting.append((size.name, changes))
-    return min(fitting, key=lambda size_and_changes: len(size_and_changes[1]), default=None)
 
 
 def _family_fields(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any] | None:

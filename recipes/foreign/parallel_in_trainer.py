@@ -50,10 +50,8 @@ def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: 
     if sizes.context > 1:
         ulysses = (section.whole("sp_size") or 1) > 1
         draft.set("layout.context", sizes.context, ULYSSES if ulysses else "")
-    strategy = section.section("cp_handler").text("cp_comm_strategy")
+    strategy = section.section("cp_handler").one_of("cp_comm_strategy", _STRATEGIES)
     if strategy is not None and sizes.context > 1:
-        if strategy not in _STRATEGIES:
-            raise section.bad("cp_handler.cp_comm_strategy", " or ".join(_STRATEGIES), strategy)
         draft.set("layout.ring", _STRATEGIES[strategy])
     if sizes.shard > 1 and sizes.replicate > 1:
         draft.set("layout.data_replicate", sizes.replicate, f"replicas of {sizes.shard} shards each")
@@ -126,12 +124,12 @@ def with_arguments(
     axes: dict[str, Any] = {"tensor_parallel": {"autotp_size": sizes.tensor}} if sizes.tensor > 1 else {}
     axes |= {"sequence_parallel_size": sizes.context} if sizes.context > 1 else {}
     autos = {
-        "train_micro_batch_size_per_gpu": arguments.get("per_device_train_batch_size", 8),
-        "gradient_accumulation_steps": arguments.get("gradient_accumulation_steps", 1),
-        "optimizer.params.weight_decay": arguments.get("weight_decay", 0.0),
+        "train_micro_batch_size_per_gpu": arguments["per_device_train_batch_size"],
+        "gradient_accumulation_steps": arguments["gradient_accumulation_steps"],
+        "optimizer.params.weight_decay": arguments["weight_decay"],
         **{f"{dtype}.enabled": bool(arguments.get(dtype)) for dtype in ("fp16", "bf16")},
         **dict.fromkeys(
-            ("optimizer.params.lr", "scheduler.params.warmup_max_lr"), arguments.get("learning_rate", 5e-5)
+            ("optimizer.params.lr", "scheduler.params.warmup_max_lr"), arguments["learning_rate"]
         ),
         # These are set from the arguments themselves, whatever DeepSpeed's file says.
         **dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps", "gradient_clipping")),

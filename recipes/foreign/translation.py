@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any, Self, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
-from ..recipe import Recipe, parse_recipe, to_toml
+from ..recipe import Recipe, parse_recipe
+from ..recipe_text import Blank, comment, commented_recipe
 from ..section import LossScaleSection
 
 Setting = TypeVar("Setting", bool, str)
@@ -109,32 +110,27 @@ class RecipeDraft:
 
     def check(self) -> Recipe:
         """Parse the recipe with stand-ins for blanks; if it is refused, the file asks for the impossible."""
-        raw: dict[str, Any] = {}
-        for key, value in (self.values | {key: _BLANKS[key][1] for key in self.blanks}).items():
-            *names, last = key.split(".")
-            section = raw
-            for name in names:
-                section = section.setdefault(name, {})
-            section[last] = value
-        return parse_recipe(raw, self.where)
+        return parse_recipe(_nested(self.values | {key: _BLANKS[key][1] for key in self.blanks}), self.where)
 
     def toml(self) -> str:
         """Return the recipe with its blanks as comments, and after it what could not be mapped."""
-        lines = [f"# From {self.where}. Lines that begin with '# FILL IN' have to be filled in."]
-        sections: dict[str, list[str]] = {"": []}
-        for key in [*self.values, *self.blanks]:
-            section, _, name = key.rpartition(".")
-            if key in self.blanks:
-                line = f"# FILL IN: {name} = ...  # {self.blanks[key]}"
-            else:
-                remark = f"  # {self._remarks[key]}" if key in self._remarks else ""
-                line = f"{name} = {to_toml(self.values[key])}{remark}"
-            sections.setdefault(section, []).append(line)
-        for section, section_lines in sections.items():
-            lines += ["", f"[{section}]", *section_lines] if section else section_lines
-        if self.missed:
-            lines += ["", "# Not mapped:", *(f"# {line}" for line in self.missed)]
-        return "\n".join(lines) + "\n"
+        head = f"From {self.where}. Lines that begin with '# FILL IN' have to be filled in."
+        blanks = {key: Blank(why) for key, why in self.blanks.items()}
+        text = commented_recipe(_nested(self.values | blanks), " ".join(head.split()), self._remarks)
+        missed = ["", "# Not mapped:", *map(comment, self.missed), ""] if self.missed else []
+        return text + "\n".join(missed)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of dotted keys."""
+    raw: dict[str, Any] = {}
+    for key, value in values.items():
+        *names, last = key.split(".")
+        section = raw
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return raw
 
 
 class ForeignConfig:
@@ -197,6 +193,13 @@ class ForeignConfig:
 
     def text(self, key: str) -> str | None:
         return self._of_type(str, key, "a string")
+
+    def one_of(self, key: str, known: Iterable[str]) -> str | None:
+        """Return the text, which must be one of those that are known."""
+        text = self.text(key)
+        if text is not None and text not in known:
+            raise self.bad(key, " or ".join(known), text)
+        return text
 
     def _of_type(self, kind: type[Setting], key: str, expected: str) -> Setting | None:
         value = self.value(key)

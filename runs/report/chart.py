@@ -18,8 +18,8 @@ Points = Sequence[tuple[int, float | None]]
 COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
 INK = "#7a8088"
 
-#: More points than this are drawn as the least and the largest of each stretch of steps; of marks every n-th.
-_MOST_POINTS, _MOST_MARKS = 600, 60
+#: Of more marks than this every n-th is drawn.
+_MOST_MARKS = 60
 #: Told apart by the pattern of the line, whatever the colours.
 DASHES = ((1, 0), (7, 4), (2, 4), (10, 4, 2, 4), (14, 5), (1, 3, 6, 3))
 
@@ -33,6 +33,8 @@ def new_figure(height: float, *, width: float = 8) -> tuple[Any, Any]:
 
     # Text stays text: it can be searched, and needs no font of this machine.
     matplotlib.rcParams.update({"svg.fonttype": "none", "text.color": INK, "axes.labelcolor": INK})
+    # What is closer than a pixel is drawn as one stroke, with its peaks: a long run's page stays small.
+    matplotlib.rcParams["path.simplify_threshold"] = 1.0
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
     axes.tick_params(colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -95,19 +97,11 @@ class Chart:
         resumed = f"<li>{_sample(None)}resumed</li>" if self.lines else ""
         legend = f'<ul class="legend">{entries}{resumed}</ul>' if drawn[1:] or resumed else ""
         caption = f'{escape(self.title)} <span class="unit">{escape(words)}</span>'
-        picture = self._named(svg_of(_drawn(drawn, self.lines, log=log), self.name))
+        # One element to screen readers, which read its words; the names within are not unique on the page.
+        picture = re.sub(r' id="[\w.]+_\d+"', "", svg_of(_drawn(drawn, self.lines, log=log), self.name))
+        label = escape(f"{self.title} by step. {self.description()}")
+        picture = picture.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
         return f"<figure><figcaption>{caption}</figcaption>{picture}{legend}</figure>"
-
-    def _named(self, svg: str) -> str:
-        """Return a picture with its name and description for screen readers, and without other names."""
-        title, description = f"{self.name}-title", f"{self.name}-description"
-        svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
-        start, _, rest = svg.partition(">")
-        return (
-            f'{start} role="img" aria-labelledby="{title} {description}">'
-            f'<title id="{title}">{escape(self.title)} by step</title>'
-            f'<desc id="{description}">{escape(self.description())}</desc>{rest}'
-        )
 
     def description(self) -> str:
         """Return the chart in words."""
@@ -134,7 +128,7 @@ def _drawn(drawn: Sequence[Series], lines: Sequence[int], *, log: bool) -> Any:
 
 def _draw(axes: Any, series: Series) -> None:
     """Draw a line with gaps; with a mark at each point, or only where a point has no neighbour."""
-    xs, ys = zip(*thinned(series.points), strict=True)
+    xs, ys = zip(*series.points, strict=True)
     finite = np.isfinite(heights := np.array(ys, dtype=float))
     beside = np.pad(finite, 1)
     marks = np.flatnonzero(finite if series.marked else finite & ~beside[:-2] & ~beside[2:])
@@ -156,23 +150,6 @@ def shown(value: float | None, digits: int = 4) -> str:
 
 def _finite(points: Points) -> list[tuple[int, float]]:
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-
-
-def thinned(points: Points) -> list[tuple[int, float | None]]:
-    """Return at most about ``_MOST_POINTS`` points with every peak: the extremes of each stretch."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
-    extremes: list[tuple[int, float | None]] = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        finite = _finite(part)
-        if len(finite) < len(part):
-            extremes.append((part[0][0], None))
-        if finite:
-            ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-            extremes.extend(sorted(ends))
-    return extremes
 
 
 def _sample(series: Series | None) -> str:

@@ -94,8 +94,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
     best = min(evaluations, default=None)
     rates = sorted(value for _, value in run.column("tokens_per_second") if value)
     memory = [value for _, value in run.column("memory") if value]
-    mfu = [(line["mfu_causal"], line["mfu_full"]) for line in run.steps if line.get("mfu_causal")]
-    middle = sorted(mfu)[len(mfu) // 2] if mfu else None
+    pairs = ((line.get("mfu_causal"), line.get("mfu_full")) for line in run.steps)
+    mfu = sorted((causal, full) for causal, full in pairs if causal and full)
+    middle = mfu[len(mfu) // 2] if mfu else None
     layouts = list(dict.fromkeys(str(attempt.get("layout")) for attempt in run.attempts))
     resumes = sum(attempt["event"] == "resumed" for attempt in run.attempts)
     skipped = ", ".join(run.skipped[:20]) + (" ..." if len(run.skipped) > 20 else "")

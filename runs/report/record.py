@@ -32,7 +32,7 @@ class RunRecord:
     @property
     def recipe(self) -> dict[str, Any]:
         """Return the recipe of the last attempt; empty if none was noted."""
-        return dict(self.attempts[-1].get("recipe", {})) if self.attempts else {}
+        return self.attempts[-1].get("recipe", {}) if self.attempts else {}
 
     @property
     def skipped(self) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import yaml
 from support import forked
 from support.command_lines import NAMES, words
 from support.drawn_inputs import READS_RUN, draw
@@ -42,7 +41,6 @@ def more_inputs(inputs):
         shutil.copy(ROWS / name, inputs)
     shutil.copy(ROWS / "trainer" / "arguments.json", inputs / "trainer.json")
     small = json.loads((inputs / "small.json").read_text())
-    (inputs / "small.yaml").write_text(yaml.safe_dump(small))
     (inputs / "small.log").write_text("".join(f"  {key} ....... {value}\n" for key, value in small.items()))
     return inputs
 

@@ -76,7 +76,6 @@ test_a_bad_recipe_is_refused_by_key = refusals(
     command("train recipe.toml lr=1 nn=2", "Nearest: optimizer.lr. Unknown too: nn$", write_recipe),
     command("train recipe.toml data.sequence_length=65", "sequence_length", write_recipe, why="D29"),
     command("train recipe.toml --rank 0", "--rank: expected --dry-run with it", write_recipe),
-    command("train recipe.toml --device-memory 80GB", "--device-memory: expected --dry-run", write_recipe),
     command(
         "train recipe.toml",
         "run: expected a folder that can be made",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draws import drawn
-from trilith.data.text import parquet_and_arrow, text_and_jsonl, tokenizer_loading
+from trilith.data.text import parquet_and_arrow, tokenizer_loading
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat
 from trilith.data.text.text_and_jsonl import documents_of, read_blocks
@@ -227,7 +227,3 @@ def test_limits_end_with_their_block():
     """In a new process: this one holds what other tests have freed, which a block may use again."""
     (code,) = run_fresh(meet_limits, 1, process_group=False)
     assert code == 0, code.output
-
-
-def test_no_document_is_larger_than_what_is_tokenized_at_once():
-    assert text_and_jsonl.LARGEST_DOCUMENT == 4 * tokenizer_loading.LARGEST_TEXT

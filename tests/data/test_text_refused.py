@@ -245,9 +245,9 @@ def training(why, says, given=nothing, **arguments):
 
 test_tokenizers_that_cannot_be_trained_are_refused = refusals(
     training("vocabulary-too-small", "from 260 .* to 1,048,576", vocab_size=100),
-    training("vocabulary-too-large", "training a bpe vocabulary", vocab_size=100_000),
-    training("F1-no-text", "training a bpe vocabulary", texts=[]),
-    training("F1-only-a-blank", "training a bpe vocabulary", texts=[" "]),
+    training("vocabulary-too-large", "training a vocabulary", vocab_size=100_000),
+    training("F1-no-text", "training a vocabulary", texts=[]),
+    training("F1-only-a-blank", "training a vocabulary", texts=[" "]),
     training("folder-with-files", "empty directory", given=tokenizer),
 )
 

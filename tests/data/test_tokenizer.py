@@ -49,10 +49,10 @@ HARD = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bpe", "unigram"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param) / "tokenizer"
-    train_tokenizer(PARTS[::2], path, vocab_size=600, model_type=request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained") / "tokenizer"
+    train_tokenizer(PARTS[::2], path, vocab_size=600)
     return path
 
 
@@ -114,22 +114,12 @@ def test_sizes_special_ids_and_files(folder, pair):
     assert [*folder.parent.iterdir()] == [folder]
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_training_is_deterministic(tmp_path, model_type):
+def test_training_is_deterministic(tmp_path):
     for name in ("one", "two"):
-        train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400, model_type=model_type)
+        train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     assert load_tokenizer(tmp_path / "one").fingerprint == load_tokenizer(tmp_path / "two").fingerprint
-
-
-def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_path):
-    words = ["cab", "bad", "gold", "mild", "calm", "wild", "gaol", "lamb", "cold", "bald", "glad", "clam"]
-    texts = [f"{a} {b} {a}{b}" for a in words for b in words]
-    train_tokenizer(texts, tmp_path / "t", vocab_size=310, model_type="unigram")
-    pair = load_tokenizer(tmp_path / "t" / "tokenizer.model"), load_tokenizer(tmp_path / "t")
-    for text in ("<s>", "cab</s>bad", "<unk>", "<0x41><0xFF>"):
-        agree(pair, text)
 
 
 def test_a_long_text_is_learned_from_whole(tmp_path):
@@ -178,9 +168,8 @@ def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_d
     assert fingerprint_of_folder(again) != fingerprint_of_folder(folder)
     assert give_the_same_ids(folder, again) and not give_the_same_ids(folder, tmp_path)
     stated = json.loads((again / "tokenizer.json").read_text())
-    older = stated["model"] | {"ignore_merges": None}
-    if "merges" in older:
-        older["merges"] = [" ".join(merge) for merge in older["merges"]]
+    merges = [" ".join(merge) for merge in stated["model"]["merges"]]
+    older = stated["model"] | {"ignore_merges": None, "merges": merges}
     vocabulary = {"vocab": dict(zip("ab", (1, 0), strict=True))}
     changes = {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
     changes |= {"model": stated["model"] | vocabulary, "version": "0"}

@@ -89,8 +89,8 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     printed, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
     assert "fits" in printed and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in printed
     assert "only with" not in printed
-    tight = f"{rank.total * 1.1 / 1e9:.2f}GB"
-    assert run(["train", "llama-3.2-1b-1gpu", "--dry-run", "--device-memory", tight]) == 0
+    tight = f"memory.device_gb={rank.total * 1.1 / 1e9:.2f}"
+    assert run(["train", "llama-3.2-1b-1gpu", "--dry-run", tight]) == 0
     assert capsys.readouterr().out.endswith(", only with PYTORCH_ALLOC_CONF=expandable_segments:True\n")
     assert rank.reserved - rank.runtime == pytest.approx(rank.memory.total / 0.85)
     assert "program        eager" in printed
@@ -112,7 +112,7 @@ import trilith
 from trilith.cli.app import run
 print(trilith.__file__)
 for words in (
-    "llama-3.2-1b-1gpu --device-memory 80GB",
+    "llama-3.2-1b-1gpu memory.device_gb=80",
     "llama-3.1-8b-8gpus",
     "llama-3.1-405b-16384gpus",
     "llama-3.2-1b-1gpu layout.schedule=zbv layout.pipeline=2 memory.checkpointing=none",
@@ -192,7 +192,7 @@ def small(tmp_path_factory):
 
 
 def test_it_says_what_a_rank_needs_and_starts_nothing(small, capsys):
-    assert run(["train", str(small), "--dry-run", "--device-memory", "10GB"]) == 0
+    assert run(["train", str(small), "--dry-run", "memory.device_gb=10"]) == 0
     said = capsys.readouterr().out
     assert "16 ranks" in said and "4 micro-batches of 2 a rank" in said and "bubble 20.0%" in said
     assert "not here" in said and "tokenize" in said
@@ -220,14 +220,14 @@ def test_it_names_every_place_that_a_run_would_not_reach(small, tmp_path, monkey
 
 def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(small, capsys):
     recipe = load_recipe(small)
-    room = int(0.9 * heaviest(recipe, plan(recipe)).total)
-    assert run(["train", str(small), "--dry-run", "--device-memory", str(room)]) == 2
+    room = f"memory.device_gb={0.9 * heaviest(recipe, plan(recipe)).total / 1e9}"
+    assert run(["train", str(small), "--dry-run", room]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error:") and error.count("\n") == 1 and "GB too much" in error
     ways = re.findall(r"((?:[a-z]+\.[a-z_]+=\S+ )+)\(", error)
     assert ways and ways[0].startswith("memory.")
     for way in ways:
-        assert run(["train", str(small), "--dry-run", "--device-memory", str(room), *way.split()]) == 0
+        assert run(["train", str(small), "--dry-run", room, *way.split()]) == 0
 
 
 def test_where_no_single_change_suffices_several_do_together(small):

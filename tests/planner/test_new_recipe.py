@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import typer
 from support.configs import TINY_LLAMA
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -49,16 +48,6 @@ def test_each_key_has_a_comment_and_the_numbers_follow_the_tokens(folder):
     assert "chosen by `trilith plan`" in text.splitlines()[0]
     recipe = load_recipe("recipe.toml")
     assert recipe.steps == 4000 // (16 * 4) and recipe.data.global_batch == 4
-
-
-def test_what_is_missing_is_asked_for_on_a_terminal_alone(folder, monkeypatch, capsys):
-    assert run(["new", "--model", "hf", "--gpus", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: new: --data: expected a value, as nobody can be asked")
-    questions = []
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(typer, "prompt", lambda text, **options: questions.append(text) or "tokens")
-    assert run(["new", "--model", "hf", "--gpus", "1"]) == 0
-    assert questions == ["Token file (trilith tokenize makes one)"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Recipes: what they accept, the sizes that they name, and one line for what they do not accept."""
 
 import json
+import tomllib
 from operator import attrgetter
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.configs import TINY_LLAMA
+from support.draws import drawn
 from support.refusals import Refused, refusals
 from support.short_runs import run_and_listen, tiny_recipe, train
 from trilith.checkpoints import read_source
@@ -15,6 +19,7 @@ from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
+from trilith.recipes.recipe_text import commented_recipe
 from trilith.testing import run_parallel
 
 RECIPE = """
@@ -80,6 +85,30 @@ WSD = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
 )
 def test_values_at_the_limits_of_refused_ones_are_accepted(recipe, words, key, value):
     assert attrgetter(key)(load_recipe(recipe, words)) == value
+
+
+values = st.recursive(
+    st.one_of(
+        st.text(st.characters(codec="utf-8")), st.integers(-(2**53), 2**53), st.booleans(), st.floats(-9, 9)
+    ),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner | st.none()),
+    max_leaves=6,
+)
+
+
+def without_none(value):
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [*map(without_none, value)] if isinstance(value, list) else value
+
+
+@settings(max_examples=drawn(100), deadline=None)
+@given(value=values, head=st.text(st.characters(codec="utf-8")))
+@example(value={}, head="a\0")
+def test_a_recipe_that_is_written_says_what_its_data_said(value, head):
+    raw = {"out": "a\x7f\U0001f600", "optimizer": {"skip_spikes": {}, "lr": None}}
+    raw |= {"model": {"arguments": value}, "loss": {"arguments": {"key": value}}}
+    assert tomllib.loads(commented_recipe(raw, head)) == without_none(raw)
 
 
 def write_recipe(folder):

@@ -260,6 +260,8 @@ def test_an_unknown_key_is_listed_wherever_it_stands(config, translate):
         translation = translate(odd)
         inside = {".".join((*path, "unheard_of")), *(".".join(path[:n]) for n in range(1, len(path) + 1))}
         assert {*lost(translation)} & inside, f"{'.'.join(path) or 'the top'}: {translation.missed}"
+    plain, hostile = translate(config), translate({**config, "unheard\nsteps = 7": 3})
+    assert tomllib.loads(plain.toml()) == tomllib.loads(hostile.toml())
 
 
 @pytest.mark.parametrize(

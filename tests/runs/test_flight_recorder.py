@@ -40,7 +40,7 @@ WHERE = "(collective 2 of ranks [0, 1, 2], group tensor)"
             ],
         ),
         (
-            {rank: [call(2, ended=rank == 2)] for rank in range(3)},
+            {rank: [call(2, ended=rank == 2), call(2, ended=True)] for rank in range(3)},
             [
                 f"ranks 0, 1 wait in all_reduce float [4] {WHERE}: all ranks have called it, so the network "
                 "failed"

@@ -84,7 +84,12 @@ def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(tmp_
     assert 1.5 <= clock.now < 1.8
 
 
-@pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[]", b'{"rank": 1}', b'{"rank": 1, "new": 2}'])
+STEP_IN_WORDS = asdict(RankStatus(1, None, "step", "three", "", 0.0, 1, "elsewhere", run="now"))
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"", b"{", b"\xff", b"[]", b'{"rank": 1}', json.dumps(STEP_IN_WORDS).encode()]
+)
 def test_files_that_make_no_sense_are_passed_over(tmp_path, rubbish):
     leave(tmp_path, 0)
     (tmp_path / "rank1.json").write_bytes(rubbish)

@@ -47,7 +47,7 @@ KEYS = [
     for key in getattr(section, "model_fields", ())
     if f"{name}.{key}".strip(".") not in RECIPE_PATHS
 ]
-TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ".log", ".yaml", ""}
+TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ".log", ""}
 #: The argument with which a command reads a run's folder, here ``trained``, which has a checkpoint.
 READS_RUN = {
     **dict.fromkeys(("inspect", "verify", "generate", "evaluate"), "source"),
@@ -63,7 +63,7 @@ READS_RUN = {
 }
 #: What ``recipe`` reads of each trainer.
 ORIGINS = [("from-trainer", "trainer.json"), ("from-deepspeed", "zero3.json")] + [
-    ("from-megatron", name) for name in ("small.log", "small.json", "small.yaml")
+    ("from-megatron", name) for name in ("small.log", "small.json")
 ]
 
 

@@ -13,7 +13,8 @@ from trilith.machine.random_files import write_tokens
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.ranks.pool import run_parallel
-from trilith.recipes.recipe import parse_recipe, to_toml
+from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.recipe_text import to_toml
 from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.training.precision import Precision
 from trilith.training.trainer import Trainer
