@@ -9,7 +9,6 @@ Here one autograd function gives both, so they cannot be separated: such a sched
 twice, which is refused. GPipe, 1F1B and interleaved 1F1B run it once.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,9 +92,6 @@ class _Chunked(torch.autograd.Function):
         return dx, dw, db, *[None] * 7
 
 
-_chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
-
-
 @without_autocast
 def chunked_cross_entropy(
     hidden: Tensor,
@@ -141,7 +137,10 @@ def chunked_cross_entropy(
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap, compiled)
     factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
     kept_dtype = torch.promote_types(compute, sums or inner)
-    return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state)
+    total: Tensor = _Chunked.apply(
+        hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state
+    )
+    return total
 
 
 def automatic_chunk(

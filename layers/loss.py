@@ -220,9 +220,6 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.view(logits.shape), None, None, None, None
 
 
-_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
-
-
 @without_autocast
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -258,7 +255,8 @@ def vocab_parallel_cross_entropy(
             todo="Do not gather the logits before it",
         )  # fmt: skip
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, compiled=compiled)
-    return _cross_entropy(logits, labels, terms, overwrite, state)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, terms, overwrite, state)
+    return losses
 
 
 def bounded(logits: Tensor, cap: float) -> Tensor:

@@ -148,7 +148,8 @@ def blockwise_attention(
     the blocks for which they are able to (see ``kernel_checks``).
     """
     options = BlockAttentionOptions.of(q_BHSE, scores, causal=causal, mask=mask, bias=bias, fused=fused)
-    return _attention(q_BHSE, k_BKTE, v_BKTE, scores.sinks, options)
+    out: Tensor = _BlockwiseAttention.apply(q_BHSE, k_BKTE, v_BKTE, scores.sinks, options)
+    return out
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -173,10 +174,6 @@ class _BlockwiseAttention(torch.autograd.Function):
             return None, None, None, dsinks, None
         dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
-
-
-# torch declares ``apply`` without types.
-_attention: Callable[..., Tensor] = _BlockwiseAttention.apply
 
 
 def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:

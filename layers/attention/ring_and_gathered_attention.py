@@ -12,7 +12,7 @@ B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,9 @@ def context_attention(
     """
     fused = is_right("blocks", q_BHSE.device, q_BHSE.dtype, q_BHSE.shape[-1], scope.state)
     settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=fused)
-    return _attention(q_BHSE, k_BKSE, v_BKSE, scores.sinks, scope, settings, scores.alibi)
+    inputs = q_BHSE, k_BKSE, v_BKSE, scores.sinks
+    out: Tensor = _ContextAttention.apply(*inputs, scope, settings, scores.alibi)
+    return out
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -162,10 +164,6 @@ class _ContextAttention(torch.autograd.Function):
             home.add(source, dkv)
         dk, dv = _both(home.arrived().to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
-
-
-# torch declares ``apply`` without types.
-_attention: Callable[..., Tensor] = _ContextAttention.apply
 
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:

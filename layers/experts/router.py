@@ -143,7 +143,8 @@ class TopKRouter(DeclaredModule):
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
         loss = loss * (each * float(state.counts_here))
-        return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+        return same_BSK
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
@@ -182,10 +183,6 @@ class _Inject(torch.autograd.Function):
         counts_E, losses = ctx.saved_tensors
         ctx.tally.add(counts_E, losses)
         return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
-
-
-# torch declares ``apply`` without types.
-_inject: Callable[..., Tensor] = _Inject.apply
 
 
 def _check(experts: int, top_k: int, score: str, groups: int, groups_kept: int) -> None:

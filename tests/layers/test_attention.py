@@ -12,11 +12,11 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from trilith import layers
 from trilith.layers import (
     Alibi,
+    Attention,
     AttentionInputs,
     AttentionScope,
     ColumnParallelLinear,
     KeyValueCache,
-    SharedHeads,
     alibi_slopes,
     causal_attention,
     merge_heads,
@@ -144,7 +144,7 @@ def test_one_document_a_row_needs_no_mask(positions):
 
 @given(st.data())
 def test_every_query_head_meets_its_own_key_head(data):
-    """The heads that a shared output computes, lined up by ``SharedHeads``, for any heads and ranks."""
+    """The heads that a shared output computes, spread where they are uneven, for any heads and ranks."""
     kv = data.draw(st.integers(1, 12), label="key/value heads")
     queries = kv * data.draw(st.integers(1, 6), label="queries per key/value head")
     tensor = data.draw(
@@ -156,11 +156,12 @@ def test_every_query_head_meets_its_own_key_head(data):
         key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts["k"]
         held = list(range(kv))[key.rows or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
         assert len(key.weight()) == len(held)
-        share = SharedHeads(queries, kv, state=state)
-        lined_up = share(torch.tensor(held).reshape(1, -1, 1, 1)).flatten().tolist()
+        groups = Attention(queries, heads=queries, head_dim=1, kv_heads=kv, state=state).groups
+        assert [*groups.held] == held
+        lined_up = held if groups.even else groups.spread(torch.tensor(held).reshape(1, -1, 1, 1)).flatten()
         assert here % len(lined_up) == 0
         runs = here // len(lined_up)
-        met = [lined_up[j // runs] for j in range(here)]
+        met = [int(lined_up[j // runs]) for j in range(here)]
         assert met == [q // (queries // kv) for q in range(rank * here, (rank + 1) * here)]
 
 

@@ -3,6 +3,7 @@
 import torch
 from support.refusals import Refused, refusals
 from trilith.layers import (
+    Attention,
     ColumnParallelLinear,
     Experts,
     GatedMLP,
@@ -123,6 +124,10 @@ CALLS = {
     "shared experts with collectives of their own": (
         lambda: MoE(TopKRouter(8, 4, 2), Experts(4, 8, 8), shared=GatedMLP(8, 8)),
         r"MoE: shared: expected a GatedMLP with entered=True",
+    ),
+    "heads of which key/value heads serve no equal numbers": (
+        lambda: Attention(24, heads=6, head_dim=4, kv_heads=4),
+        "expected a divisor of 6 heads, found 4",
     ),
     "gathered logits": (loss_of_gathered_logits, r"expected 64 columns: a part of 50, found 128\. Do not"),
     "E9 a sequence that the ranks do not divide": (
