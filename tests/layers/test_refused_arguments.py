@@ -12,6 +12,7 @@ from trilith.layers import (
     MultiHeadLatentAttention,
     ReplicatedLinear,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     TopKRouter,
     VocabParallelEmbedding,
@@ -160,6 +161,14 @@ CALLS = {
         "[^_]factor: expected",
     ),
     "D15 a rotation with a text": (lambda: scaling(low_freq_factor="1"), "low_freq_factor: expected"),
+    "a rotation by length without the length": (
+        lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic", "factor": 2.0}),
+        "original_max_position_embeddings: expected a number",
+    ),
+    "a rotation with factors of another number": (
+        lambda: scaling(rope_type="longrope", short_factor=[1.0] * 7),
+        "short_factor: expected 8 numbers",
+    ),
     "D15 a rotation with a flag": (lambda: scaling(high_freq_factor=True), "high_freq_factor: expected"),
     "values wider than keys": (
         wide_values,
