@@ -157,8 +157,7 @@ class Attention(AttentionLayer):
         merged_BSF = self.attend(q_BHSE, k_BKSE, v_BKSE, scope)
         for gate in gate_BSF:
             merged_BSF = merged_BSF * gate.sigmoid()
-        out: Tensor = self.out(merged_BSF)
-        return out
+        return self.out(merged_BSF)
 
 
 def attention_kinds(model: nn.Module) -> tuple[AttentionLayer, ...]:

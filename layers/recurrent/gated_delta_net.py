@@ -93,8 +93,7 @@ class GatedDeltaNet(DeclaredModule):
         v = v.unflatten(-1, (-1, self.value_dim))
         y_BSHV = runs.recurrence(self, gated_delta_rule, q, k, v, decay, b.sigmoid())
         y_BSHV = self.norm(y_BSHV.to(x_BSD.dtype)) * F.silu(z.unflatten(-1, (-1, self.value_dim)))
-        out: Tensor = self.out(y_BSHV.flatten(-2))
-        return out
+        return self.out(y_BSHV.flatten(-2))
 
 
 @without_autocast

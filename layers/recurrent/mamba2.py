@@ -98,8 +98,7 @@ class Mamba2(DeclaredModule):
         y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
         y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
         y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
-        out: Tensor = self.out(y_BSHP.flatten(-2))
-        return out
+        return self.out(y_BSHP.flatten(-2))
 
 
 @without_autocast

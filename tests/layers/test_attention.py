@@ -128,13 +128,15 @@ def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(m
 
     def watched(q, k, v, **said):
         seen.append((q.shape[1], k.shape[1], v.shape[1], said["attn_mask"] is None, said["enable_gqa"]))
-        return kernel(q, k, v, **said)
+        return kernel(q, k, v, **said) if len(seen) < 3 else v
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     q, k = torch.randn(1, 6, 4, 4), torch.randn(1, 2, 4, 4)
     causal_attention(q, k, k, AttentionScope(torch.tensor([[0, 1, 0, 1]])))
     causal_attention(q, k, k)
-    assert seen == [(6, 6, 6, False, False), (6, 2, 2, True, True)]
+    monkeypatch.setattr("trilith.layers.attention.causal.choose_backend", lambda *_: "efficient")
+    causal_attention(q, k, k)  # as it would be on a GPU, whose memory-efficient kernel takes no groups
+    assert seen == [(6, 6, 6, False, False), (6, 2, 2, True, True), (6, 6, 6, True, False)]
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(7), torch.arange(7).expand(2, -1)])
