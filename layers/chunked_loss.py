@@ -19,7 +19,7 @@ from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids, padded_vocabulary
-from .loss import IGNORE, LossTerms, logits_gradient, token_losses
+from .loss import IGNORE, LossTerms, check_columns, logits_gradient, token_losses
 from .rounds import rounds
 
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
@@ -127,6 +127,7 @@ def chunked_cross_entropy(
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)
+    check_columns(len(weight), vocab_size, state, "weight")
     # Autocast outside of it may have set the two apart.
     compute = torch.promote_types(hidden.dtype, weight.dtype)
     inner = torch.promote_types(compute, torch.float32)
