@@ -19,17 +19,8 @@ from trilith.layers import (
     KeyValueCache,
     alibi_slopes,
     causal_attention,
-    merge_heads,
-    split_heads,
 )
 from trilith.parallel_state import Layout, ParallelState, declarations
-
-
-def test_splitting_and_merging_heads_are_inverse():
-    x = torch.randn(2, 5, 12)
-    heads = split_heads(x, 4)
-    assert heads.shape == (2, 3, 5, 4) and torch.equal(heads[:, 1], x[..., 4:8])
-    assert torch.equal(merge_heads(heads), x)
 
 
 @pytest.mark.parametrize("kv", [6, 3, 2, 1])

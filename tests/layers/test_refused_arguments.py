@@ -126,22 +126,10 @@ CALLS = {
         lambda: MoE(TopKRouter(8, 4, 2), Experts(4, 8, 8), shared=GatedMLP(8, 8)),
         r"MoE: shared: expected a GatedMLP with entered=True",
     ),
-    "heads of which key/value heads serve no equal numbers": (
-        lambda: Attention(24, heads=6, head_dim=4, kv_heads=4),
-        "expected a divisor of 6 heads, found 4",
-    ),
-    "gathered logits": (
-        lambda: loss_of_logits(128, TWO),
-        r"expected 64 columns: a part of 50, found 128\. Do not",
-    ),
-    "logits of fewer tokens than the vocabulary has": (
-        lambda: loss_of_logits(49),
-        "logits: expected at least 50, found 49",
-    ),
-    "an output layer of fewer tokens than the vocabulary has": (
-        lambda: loss_of_chunks(rows=127),
-        "weight: expected at least 128, found 127",
-    ),
+    "uneven groups": (lambda: Attention(24, heads=6, head_dim=4, kv_heads=4), "divisor of 6 heads, found 4"),
+    "gathered logits": (lambda: loss_of_logits(128, TWO), r"64 columns: a part of 50, found 128\. Do not"),
+    "too few logits": (lambda: loss_of_logits(49), "logits: expected at least 50, found 49"),
+    "too few rows of a head": (lambda: loss_of_chunks(rows=127), "weight: expected at least 128, found 127"),
     "E9 a sequence that the ranks do not divide": (
         lambda: scatter_sequence(torch.ones(1, 3, 4), TWO),
         "a length that tensor=2 divides, found 3",
@@ -172,14 +160,8 @@ CALLS = {
         "[^_]factor: expected",
     ),
     "D15 a rotation with a text": (lambda: scaling(low_freq_factor="1"), "low_freq_factor: expected"),
-    "a rotation by length without the length": (
-        lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic", "factor": 2.0}),
-        "original_max_position_embeddings: expected a number",
-    ),
-    "a rotation with factors of another number": (
-        lambda: scaling(rope_type="longrope", short_factor=[1.0] * 7),
-        "short_factor: expected 8 numbers",
-    ),
+    "a rotation by no length": (lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic"}), "original_max.*"),
+    "few factors": (lambda: scaling(rope_type="longrope", short_factor=[1.0]), "short_factor: expected 8"),
     "D15 a rotation with a flag": (lambda: scaling(high_freq_factor=True), "high_freq_factor: expected"),
     "values wider than keys": (
         wide_values,

@@ -205,11 +205,10 @@ def masks_between_cut_linears(raw, layout):
 
 def test_the_dropout_of_the_part_that_makes_text_is_of_each_rank_s_own_heads():
     raw, made = tiny("gemma3"), family("gemma3")
-    for share in (0.0, 0.2):
-        raw["text_config"]["attention_dropout"] = share
-        model = made.stages_on_meta(made.from_hf(raw), Layout.of(tensor=2))[0]
-        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        assert any(isinstance(getattr(hook, "__self__", None), OwnDraws) for hook in hooks) == bool(share)
+    raw["text_config"]["attention_dropout"] = 0.2
+    model = made.stages_on_meta(made.from_hf(raw), Layout.of(tensor=2))[0]
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert any(isinstance(getattr(hook, "__self__", None), OwnDraws) for hook in hooks)
 
 
 @pytest.mark.slow
