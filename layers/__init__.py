@@ -14,7 +14,6 @@ from .activation_checkpointing import (
 from .attention.attention import (
     Attention,
     AttentionLayer,
-    SharedHeads,
     attention_calls,
     attention_kinds,
     set_attention_backend,

@@ -9,7 +9,6 @@ Here one autograd function gives both, so they cannot be separated: such a sched
 twice, which is refused. GPipe, 1F1B and interleaved 1F1B run it once.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids, padded_vocabulary
-from .loss import IGNORE, LossTerms, logits_gradient, token_losses
+from .loss import IGNORE, LossTerms, check_columns, logits_gradient, token_losses
 from .rounds import rounds
 
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
@@ -93,9 +92,6 @@ class _Chunked(torch.autograd.Function):
         return dx, dw, db, *[None] * 7
 
 
-_chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
-
-
 @without_autocast
 def chunked_cross_entropy(
     hidden: Tensor,
@@ -131,6 +127,7 @@ def chunked_cross_entropy(
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)
+    check_columns(len(weight), vocab_size, state, "weight")
     # Autocast outside of it may have set the two apart.
     compute = torch.promote_types(hidden.dtype, weight.dtype)
     inner = torch.promote_types(compute, torch.float32)
@@ -141,7 +138,10 @@ def chunked_cross_entropy(
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap, compiled)
     factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
     kept_dtype = torch.promote_types(compute, sums or inner)
-    return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state)
+    total: Tensor = _Chunked.apply(
+        hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state
+    )
+    return total
 
 
 def automatic_chunk(

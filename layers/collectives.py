@@ -77,21 +77,21 @@ def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Ten
     return pair(x, gather, partial(own_piece, dim=dim, state=state))
 
 
-def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Gather an activation along its sequence; ranks may use it differently: gradients are summed."""
+def gather_sequence(x: Tensor, state: ParallelState) -> Tensor:
+    """Gather (B, S, ...) along its sequence; ranks may use it differently: gradients are summed."""
     if state.tensor.size == 1:
         return x
-    check_sequence(x, dim)
-    return pair(x, *_gather_and_scatter(dim % x.ndim, state))
+    check_sequence(x)
+    return pair(x, *_gather_and_scatter(state))
 
 
-def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Sum a partial activation over the tensor ranks, and return this rank's piece of the sequence."""
+def scatter_sequence(x: Tensor, state: ParallelState) -> Tensor:
+    """Sum a partial (B, S, ...) over the tensor ranks, and return this rank's piece of the sequence."""
     if state.tensor.size == 1:
         return x
-    check_sequence(x, dim)
-    _check_divides(x, dim, state)
-    return pair(x, *reversed(_gather_and_scatter(dim % x.ndim, state)))
+    check_sequence(x)
+    _check_divides(x, 1, state)
+    return pair(x, *reversed(_gather_and_scatter(state)))
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
@@ -114,9 +114,9 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
     return x.narrow(dim, state.tensor.index * length, length).contiguous()
 
 
-def check_sequence(x: Tensor, dim: int) -> None:
+def check_sequence(x: Tensor) -> None:
     """Refuse an input without a sequence dim: another dim would be cut in its place."""
-    if x.ndim <= dim + 1:
+    if x.ndim < 3:
         expected, shape = "(batch, sequence, features)", f"shape {tuple(x.shape)}"
         todo = "Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True"
         raise BadInput("sequence parallelism", "input", expected=expected, found=shape, todo=todo)
@@ -130,10 +130,9 @@ def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
         raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
 
 
-def _gather_and_scatter(dim: int, state: ParallelState) -> tuple[_Change, _Change]:
-    group = state.tensor.group
-    gather = partial(engine.all_gather, dim=dim, group=group)
-    return gather, partial(engine.reduce_scatter, dim=dim, group=group)
+def _gather_and_scatter(state: ParallelState) -> tuple[_Change, _Change]:
+    along: dict[str, Any] = {"dim": 1, "group": state.tensor.group}
+    return partial(engine.all_gather, **along), partial(engine.reduce_scatter, **along)
 
 
 def _alias(x: Tensor) -> Tensor:

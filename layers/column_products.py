@@ -54,10 +54,6 @@ class _Products(torch.autograd.Function):
         return None if coming is None else coming(), None, *gradients
 
 
-# torch declares ``apply`` without types.
-_products: Callable[..., tuple[Tensor, ...]] = _Products.apply
-
-
 def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: ParallelState) -> list[Tensor]:
     """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
 
@@ -68,5 +64,5 @@ def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: Para
     if state.tensor.size == 1 or autocasts(x):
         return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
-        check_sequence(x, 1)
-    return [*_products(x, state, *(part for pair in weights_and_biases for part in pair))]
+        check_sequence(x)
+    return [*_Products.apply(x, state, *(part for pair in weights_and_biases for part in pair))]

@@ -15,7 +15,7 @@ largest magnitude. Micro-batches, data ranks and context ranks have scales of th
 et al. 2022; torchao's float8 training.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class Float8:
         A weight with a side that is no multiple of 16 is multiplied as it is.
         """
         fitting = [weight for weight, _ in weights_and_biases if fits(*weight.shape)]
-        made = iter(_products(x, self, *fitting) if fitting else ())
+        made = iter(_Products.apply(x, self, *fitting) if fitting else ())
         outputs = []
         for weight, bias in weights_and_biases:
             y = next(made) if fits(*weight.shape) else F.linear(x, weight)
@@ -172,6 +172,3 @@ def _scale(top: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the power of two, at most, that brings the largest magnitude to the dtype's."""
     scale = torch.finfo(dtype).max / top.clamp(min=_SMALLEST)
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-
-
-_products: Callable[..., tuple[Tensor, ...]] = _Products.apply

@@ -1,4 +1,4 @@
-"""Cut groups of neighbouring heads that share something, such as what a Mamba-2 token writes along."""
+"""Cut groups of neighbouring heads that share something, such as a key/value head."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from ..parallel_state import BadInput, ParallelState, shared_units
 class HeadGroups:
     """Tell which group each head of this tensor rank belongs to. All groups have the same number of heads.
 
-    ``held``: the groups that have heads on this rank; ``counts``: the number of these heads for each group.
-    ``shared``: whether some groups have heads on several ranks, because the tensor axis does not divide the
-    number of groups. Raises ``BadInput`` if the groups cannot be equal.
+    ``held``: the groups that have heads on this rank; ``counts``: the number of these heads for each group;
+    ``even``: whether these numbers are equal. ``shared``: whether some groups have heads on several ranks,
+    because the tensor axis does not divide the number of groups. Raises ``BadInput`` if the groups cannot be
+    equal.
     """
 
     def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
@@ -22,6 +23,7 @@ class HeadGroups:
         self.groups, self.shared = groups, groups % size > 0
         self.held = shared_units(groups, size, index)
         self.counts = [sum(head // each == group for head in here) for group in self.held]
+        self.even = len({*self.counts}) == 1
 
     def spread(self, x: Tensor) -> Tensor:
         """Repeat each group's entry for its heads: (B, groups here, ...) to (B, heads here, ...).

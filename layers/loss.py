@@ -220,9 +220,6 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.view(logits.shape), None, None, None, None
 
 
-_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
-
-
 @without_autocast
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -249,16 +246,22 @@ def vocab_parallel_cross_entropy(
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
-    size = state.tensor.size
-    padded = padded_vocabulary(vocab_size, size)
-    if size > 1 and logits.shape[-1] * size not in (vocab_size, padded):
-        raise BadInput(
-            "vocab_parallel_cross_entropy", "logits",
-            expected=f"{padded // size} columns: a part of {vocab_size}", found=logits.shape[-1],
-            todo="Do not gather the logits before it",
-        )  # fmt: skip
+    check_columns(logits.shape[-1], vocab_size, state, "logits")
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, compiled=compiled)
-    return _cross_entropy(logits, labels, terms, overwrite, state)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, terms, overwrite, state)
+    return losses
+
+
+def check_columns(columns: int, vocab_size: int, state: ParallelState, key: str) -> None:
+    """Refuse another number of this rank's columns of logits than that of its part of the vocabulary."""
+    size = state.tensor.size
+    whole, padded = columns * size, padded_vocabulary(vocab_size, size)
+    if whole < vocab_size or (size > 1 and whole not in (vocab_size, padded)):
+        expected = (
+            f"{padded // size} columns: a part of {vocab_size}" if size > 1 else f"at least {vocab_size}"
+        )
+        todo = "Do not gather the logits before it" if whole > padded else ""
+        raise BadInput("cross entropy", key, expected=expected, found=columns, todo=todo)
 
 
 def bounded(logits: Tensor, cap: float) -> Tensor:

@@ -59,8 +59,7 @@ class GatedMLP(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""
         gate_BSF, up_BSF = self.gate_up(x_BSD)
-        down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
-        return down
+        return self.down(self.act(gate_BSF) * up_BSF)
 
 
 class MLP(nn.Module):
@@ -90,5 +89,4 @@ class MLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""
-        down: Tensor = self.down(self.act(self.up(x_BSD)))
-        return down
+        return self.down(self.act(self.up(x_BSD)))

@@ -207,6 +207,7 @@ class RowParallelLinear(ParallelLinear):
     the first rank's has the bias.
     """
 
+    __call__: Callable[..., Tensor]  # it has one output
     cut_dim = 1
     input_advice = (
         "A rank takes its piece, as a ColumnParallelLinear leaves it; split_to_tensor cuts a whole one"

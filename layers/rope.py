@@ -67,9 +67,7 @@ class RotaryEmbedding(nn.Module):
         """Return the number of tokens above which a document's angles depend on its length, or ``None``."""
         if self.scaling is None or self.kind not in ("longrope", "dynamic"):
             return None
-        length = self.scaling["original_max_position_embeddings"]
-        assert isinstance(length, int)
-        return length
+        return int(_number(self.scaling, "original_max_position_embeddings"))
 
     @without_autocast
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rope:
@@ -125,13 +123,19 @@ def inverse_frequencies(
         raise BadInput("rope", "rope_type", expected=f"one of {', '.join(SCALINGS)}", found=kind)
     waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     inverse: Tensor = 1.0 / waves
-    if scaling is None or kind in ("default", "dynamic"):
+    if scaling is None or kind == "default":
+        return inverse
+    if kind in ("dynamic", "longrope"):
+        _number(scaling, "original_max_position_embeddings")
+    if kind == "dynamic":
+        _number(scaling, "factor")
         return inverse
     if kind == "longrope":
-        factors = torch.tensor(
-            scaling["long_factor" if long else "short_factor"], dtype=torch.float32, device="cpu"
-        )
-        inverse = 1.0 / (factors * waves)
+        key = "long_factor" if long else "short_factor"
+        factors = scaling.get(key)
+        if not isinstance(factors, list | tuple) or len(factors) != len(waves):
+            raise BadInput("rope", key, expected=f"{len(waves)} numbers", found=repr(factors)[:80])
+        inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * waves)
         return inverse
     factor = _number(scaling, "factor")
     if kind == "linear":

@@ -1,11 +1,9 @@
 """Place the blocks of a model on pipeline ranks. A block keeps its global number in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -25,17 +23,17 @@ class Stage:
     first: bool = True
     last: bool = True
     number: int = 0
-    pieces: tuple[Stage, ...] = ()
+    pieces: tuple[Self, ...] = ()
 
     @property
-    def parts(self) -> tuple[Stage, ...]:
+    def parts(self) -> tuple[Self, ...]:
         """Return the stages that run one at a time: the stage itself, if it is a single one."""
         return self.pieces or (self,)
 
     @staticmethod
     def of(
         num_layers: int, *, split: Sequence[int] | None = None, state: ParallelState | None = None
-    ) -> Stage:
+    ) -> "Stage":
         """Return the stage of this pipeline rank; ``split``: the number of blocks of each stage, by hand."""
         state = alone_or(state)
         stages = tuple(split_blocks(num_layers, state.layout.stages, split))

@@ -1,11 +1,9 @@
 """Define the layout: the number of ranks along each axis, and the place of each rank. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 from ..system import counted
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -82,7 +80,7 @@ class Layout:
             refuse_layout("virtual_stages", expected, stages, nearest("virtual_stages", [2], stages))
 
     @classmethod
-    def of(cls, *, data: int = 1, zero: int = 0, data_replicate: int = 1, **others: Any) -> Layout:
+    def of(cls, *, data: int = 1, zero: int = 0, data_replicate: int = 1, **others: Any) -> Self:
         """Return a layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
         ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP). ``others``: the

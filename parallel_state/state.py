@@ -1,12 +1,10 @@
 """Define the layout seen from one rank: its coordinates, its device mesh, its process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +101,7 @@ class ParallelState:
         device: str | torch.device = "cpu",
         timeout: timedelta = TIMEOUT,
         files_timeout: timedelta = FILES_TIMEOUT,
-    ) -> ParallelState:
+    ) -> Self:
         """Return this rank's state in the process group, whose world size must be that of the layout.
 
         Under torchrun the process group is started here, unless it runs already; it must then have a backend
@@ -160,7 +158,7 @@ class ParallelState:
         )
 
     @classmethod
-    def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
+    def stand_in(cls, layout: Layout, rank: int = 0) -> Self:
         """Return the state of any rank of any layout without processes; it has coordinates, and groups with
         which only tensors without numbers can be sent (``StandInGroup``).
         """
@@ -171,7 +169,7 @@ class ParallelState:
 
     @staticmethod
     @cache
-    def alone() -> ParallelState:
+    def alone() -> "ParallelState":
         """Return the state of one device, on which every collective is the identity."""
         return ParallelState(Layout(), 0)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
+from ...parallel_state import Initial, ParallelState, alone_or, local
 from ..dropout import own_random
-from ..host_numbers import HostNumbers
+from ..head_groups import HeadGroups
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .backends import AttentionCall, PinnedBackend, choose_backend
 from .causal import causal_attention, merge_heads, split_heads
@@ -136,7 +136,7 @@ class Attention(AttentionLayer):
             hidden_size, widths, qkv_bias, unit=head_dim, shared=("k", "v"), initial=initial, state=state
         )
         self.q_norm, self.k_norm = (qk_norm(n) if qk_norm else nn.Identity() for n in (heads, kv_heads))
-        self.shared = SharedHeads(heads, kv_heads, state=state)
+        self.groups = HeadGroups(heads, kv_heads, self.state)
         self.sinks = Sinks(heads, initial=initial, state=state) if sinks else None
         self.out = RowParallelLinear(
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
@@ -151,33 +151,13 @@ class Attention(AttentionLayer):
             rope = inputs.rope(self.rotary)
             q_BHSE, k_BKSE = rope(q_BHSE), rope(k_BKSE)
         scope = inputs.scope(self.window)
-        k_BKSE, v_BKSE = map(self.shared, scope.extend(self, k_BKSE, v_BKSE))
+        k_BKSE, v_BKSE = scope.extend(self, k_BKSE, v_BKSE)
+        if not self.groups.even:  # as the tensor axis may cut them; kernels take runs of equal length
+            k_BKSE, v_BKSE = self.groups.spread(k_BKSE), self.groups.spread(v_BKSE)
         merged_BSF = self.attend(q_BHSE, k_BKSE, v_BKSE, scope)
         for gate in gate_BSF:
             merged_BSF = merged_BSF * gate.sigmoid()
-        out: Tensor = self.out(merged_BSF)
-        return out
-
-
-class SharedHeads:
-    """Line up key/value heads with this rank's query heads if the tensor axis does not divide them.
-
-    ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. If
-    those do not serve runs of query heads of equal length, they are repeated one by one here.
-    """
-
-    def __init__(self, query_heads: int, key_value_heads: int, *, state: ParallelState | None = None) -> None:
-        size, index = alone_or(state).tensor.size, alone_or(state).tensor.index
-        group, here = query_heads // key_value_heads, query_heads // size
-        shared = shared_units(key_value_heads, size, index)
-        needed = [q // group - shared.start for q in range(index * here, (index + 1) * here)]
-        even = here % len(shared) == 0 and needed == [j * len(shared) // here for j in range(here)]
-        self._pick = None if even else HostNumbers(needed)
-
-    def __call__(self, x_BKSE: Tensor) -> Tensor:
-        if self._pick is None:
-            return x_BKSE
-        return x_BKSE.index_select(1, self._pick.on(x_BKSE.device, torch.int64))
+        return self.out(merged_BSF)
 
 
 def attention_kinds(model: nn.Module) -> tuple[AttentionLayer, ...]:

@@ -10,6 +10,7 @@ whole's output and log-sum.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -148,21 +149,31 @@ def blockwise_attention(
     the blocks for which they are able to (see ``kernel_checks``).
     """
     options = BlockAttentionOptions.of(q_BHSE, scores, causal=causal, mask=mask, bias=bias, fused=fused)
-    return _attention(q_BHSE, k_BKTE, v_BKTE, scores.sinks, options)
+    both = (partial(function, options=options) for function in (attend, attend_backward))
+    out: Tensor = WholeAttention.apply(q_BHSE, k_BKTE, v_BKTE, scores.sinks, *both)
+    return out
 
 
-class _BlockwiseAttention(torch.autograd.Function):
+class WholeAttention(torch.autograd.Function):
+    """Call ``attend`` with queries, keys and values, and ``attend_backward`` with what this returned."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: BlockAttentionOptions
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+        attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        out, log_sums = attend(q, k, v, options)
-        if sinks is not None:
+        out, log_sums = attend(q, k, v)
+        if sinks is not None:  # after the last block, so that they count once
             out, log_sums = add_sinks(out, log_sums, sinks)
         # In the order of the output projection's input, which is then this tensor and no copy.
         out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, sinks, out, log_sums)
-        ctx.options = options
+        ctx.attend_backward = attend_backward
         return out
 
     @staticmethod
@@ -170,13 +181,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         q, k, v, sinks, out, log_sums = ctx.saved_tensors
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, log_sums, sinks)
         if not any(engine.wanted_gradients(ctx)[:3]):  # the second part of a backward in two
-            return None, None, None, dsinks, None
-        dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
-
-
-# torch declares ``apply`` without types.
-_attention: Callable[..., Tensor] = _BlockwiseAttention.apply
+            return None, None, None, dsinks, None, None
+        dq, dk, dv = ctx.attend_backward(grads[0], q, k, v, out, log_sums)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def causal_attention(
             q_BHSE, k_BKSE, v_BKSE, mask, scores, causal=causal, bias=bias, fused=fused
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
-    if grouped and (scope.masked or (accelerator.is_accelerator(q_BHSE.device) and q_BHSE.dtype not in HALF)):
+    in_full = accelerator.is_accelerator(q_BHSE.device) and q_BHSE.dtype not in HALF
+    if grouped and (scope.masked or chosen == "efficient" or in_full):
         # A GPU's flash attention takes no mask and no fp32, and its memory-efficient one no groups: between
         # them all scores would be written out.
         k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))

@@ -89,8 +89,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         made_BHTE = split_heads(self.kv_up(latent_B1TR.squeeze(1)), sum(self.value_parts))
         k_BHTE, v_BHTE = made_BHTE.split(self.value_parts, dim=-1)
         k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
-        out: Tensor = self.out(self.attend(q_BHSE, k_BHTE, v_BHTE, scope))
-        return out
+        return self.out(self.attend(q_BHSE, k_BHTE, v_BHTE, scope))
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

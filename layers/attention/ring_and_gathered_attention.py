@@ -12,9 +12,9 @@ B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from ...parallel_state import ParallelState, engine
 from ..context_chunks import own_chunks, token_places
 from ..host_numbers import on_host
 from ..rounds import rounds
-from .blockwise import BlockAttentionOptions, attend, attend_backward
+from .blockwise import BlockAttentionOptions, WholeAttention, attend, attend_backward
 from .kernel_checks import is_right
-from .scores import Alibi, Scores, add_sinks, sinks_gradient
+from .scores import Alibi, Scores
 from .visible import starts_and_firsts
 
 
@@ -109,49 +109,26 @@ def context_attention(
     """
     fused = is_right("blocks", q_BHSE.device, q_BHSE.dtype, q_BHSE.shape[-1], scope.state)
     settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=fused)
-    return _attention(q_BHSE, k_BKSE, v_BKSE, scores.sinks, scope, settings, scores.alibi)
+    blocks = partial(scope.blocks, chunk=q_BHSE.shape[2] // 2, settings=settings, alibi=scores.alibi)
 
-
-class _ContextAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scope: ContextScope,
-        settings: BlockAttentionOptions,
-        alibi: Alibi | None,
-    ) -> Tensor:
-        chunk = q.shape[2] // 2
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         inner = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q[..., : v.shape[-1]], dtype=inner)
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
-            for mine, key_rows, options in scope.blocks(source, chunk, settings, alibi):
+            for mine, key_rows, options in blocks(source):
                 part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
-        if sinks is not None:  # after the last block, so that they count once
-            out, sums = add_sinks(out, sums, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, sums)
-        ctx.scope, ctx.settings, ctx.alibi = scope, settings, alibi
-        return out
+        return out, sums
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, sums = ctx.saved_tensors
-        scope, chunk, (grad,) = ctx.scope, q.shape[2] // 2, grads
-        dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
-        if not any(engine.wanted_gradients(ctx)[:3]):  # the second part of a backward in two
-            return None, None, None, dsinks, None, None, None
-        dq = torch.zeros_like(q, dtype=sums.dtype)
-        home = _Returning(scope.state)
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, home = torch.zeros_like(q, dtype=sums.dtype), _Returning(scope.state)
         for source, keys, values in _arriving(k, v, scope.state):
             dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
             dks, dvs = _both(dkv, k, v)
-            for mine, key_rows, options in scope.blocks(source, chunk, ctx.settings, ctx.alibi):
+            for mine, key_rows, options in blocks(source):
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
                     grad[at], q[at], keys[:, :, key_rows], values[:, :, key_rows], out[at], sums[at], options
@@ -160,12 +137,10 @@ class _ContextAttention(torch.autograd.Function):
                 dks[:, :, key_rows] += dk
                 dvs[:, :, key_rows] += dv
             home.add(source, dkv)
-        dk, dv = _both(home.arrived().to(k.dtype), k, v)
-        return dq.to(q.dtype), dk, dv, dsinks, None, None, None
+        return dq, *_both(home.arrived().to(k.dtype), k, v)
 
-
-# torch declares ``apply`` without types.
-_attention: Callable[..., Tensor] = _ContextAttention.apply
+    whole: Tensor = WholeAttention.apply(q_BHSE, k_BKSE, v_BKSE, scores.sinks, forward, backward)
+    return whole
 
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -32,7 +32,7 @@ def uncounted(model: nn.Module) -> Iterator[None]:
     """Let routers of ``model`` not count what goes through them inside this context, as in a trace."""
     tallies = {router: router.tally for _, router in routers(model)}
     for router in tallies:
-        router.tally = Tally(router.num_experts)
+        router.tally = Tally()
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ class Balancing:
         sizes = [size + 3 for size in self._experts.values()]
         by_name = dict(zip(self._experts, flat.split(sizes), strict=True))
         for router in self._here.values():
-            router.tally.clear()
+            router.tally.sums = None
         loads, losses = [], torch.zeros(3, dtype=torch.float64)
         for name, totals in by_name.items():
             counts = totals[:-3]

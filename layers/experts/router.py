@@ -70,7 +70,7 @@ class TopKRouter(DeclaredModule):
         self.balance, self.z_loss = balance, z_loss
         #: The weight of a row's losses; ``None``: one over the rows of the call.
         self.row_scale: float | None = None
-        self.tally = Tally(num_experts)
+        self.tally = Tally()
         partial, initial = ("tensor",), initial or Uniform(1 / sqrt(hidden_size))
         self.declare("weight", (num_experts, hidden_size), partial=partial, initial=initial)
         for name in ("bias", "logit_bias"):
@@ -143,31 +143,27 @@ class TopKRouter(DeclaredModule):
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
         loss = loss * (each * float(state.counts_here))
-        return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+        return same_BSK
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
 
 
 class Tally:
-    """Count the tokens and losses of a router in its backward passes, each once, since it was last cleared.
+    """Count the tokens and losses of a router in its backward passes, each once.
 
     Counting is done in backward: a forward that is recomputed to save memory would count twice, and a forward
     without gradients (an evaluation) must not count.
     """
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-        #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss, which is not a number
-        #: where nobody asks for it, and the z-loss; rows.
-        self.sums: Tensor | None = None
+    #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss, which is not a number
+    #: where nobody asks for it, and the z-loss; rows.
+    sums: Tensor | None = None
 
     def add(self, counts_E: Tensor, losses: Tensor) -> None:
         new = torch.cat([counts_E, losses]).double()
         self.sums = new if self.sums is None else self.sums + new
-
-    def clear(self) -> None:
-        self.sums = None
 
 
 class _Inject(torch.autograd.Function):
@@ -182,10 +178,6 @@ class _Inject(torch.autograd.Function):
         counts_E, losses = ctx.saved_tensors
         ctx.tally.add(counts_E, losses)
         return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
-
-
-# torch declares ``apply`` without types.
-_inject: Callable[..., Tensor] = _Inject.apply
 
 
 def _check(experts: int, top_k: int, score: str, groups: int, groups_kept: int) -> None:

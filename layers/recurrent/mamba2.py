@@ -1,9 +1,15 @@
 """Define a Mamba-2 layer: a selective state space between a short convolution and a gated norm.
 
-B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
+A state S (state dim x head dim) starts at 0. Each token t decays it and adds to it: S <- a_t S + B_t x_t^T;
+its output is S^T C_t. Within a chunk all pairs of tokens are computed at once, as attention without softmax;
+between chunks the state is handed on. Source: Dao and Gu 2024 (section 6).
+
+B batch  S sequence  D hidden  R runs  L tokens of a run  C chunks  T tokens of a chunk
+H heads here  G groups of heads here  P head dim  N state dim
 """
 
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -12,12 +18,13 @@ from torch.nn import functional as F
 
 from ...parallel_state import Constant, Cut, DeclaredModule, Initial, LogUniform, ParallelState, local
 from ..attention.inputs import AttentionInputs
+from ..autocast import without_autocast
 from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
+from .decay import Decay, in_chunks, scan
 from .runs import Runs
-from .state_space import state_space
 
 
 class Mamba2(DeclaredModule):
@@ -91,5 +98,51 @@ class Mamba2(DeclaredModule):
         y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
         y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
         y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
-        out: Tensor = self.out(y_BSHP.flatten(-2))
-        return out
+        return self.out(y_BSHP.flatten(-2))
+
+
+@without_autocast
+def state_space(
+    x_RLHP: Tensor,
+    log_decay_RLH: Tensor,
+    into_RLGN: Tensor,
+    out_RLGN: Tensor,
+    runs: Runs,
+    first: Tensor | None = None,
+    *,
+    groups: HeadGroups | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (R, L, H, P) and the state after each run (R, H, N, P), in at least fp32.
+
+    ``into_RLGN`` and ``out_RLGN``: B and C, which the heads of a group share. ``first``: the state before
+    each row; the default: 0. ``groups``: which heads share them; the default: all. Collective over the
+    context ranks, in backward too.
+    """
+    groups = groups or HeadGroups(x_RLHP.shape[2], 1, ParallelState.alone())
+    inner = torch.promote_types(x_RLHP.dtype, torch.float32)
+    length = x_RLHP.shape[1]
+    x = in_chunks(x_RLHP.to(inner).transpose(1, 2), 2)  # (R, H, C, T, P)
+    # (R, G, C, T, N)
+    b, c = (in_chunks(tensor.to(inner).transpose(1, 2), 2) for tensor in (into_RLGN, out_RLGN))
+    pairs, b, c = groups.spread(c @ b.mT), groups.spread(b), groups.spread(c)
+    left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), runs.places)
+
+    written = b.mT @ (x * left.after.unsqueeze(-1))  # (R, H, C, N, P)
+    through = left.through[..., None, None]
+    if first is None:
+        first = x.new_zeros(len(x) // runs.in_row, x.shape[1], b.shape[-1], x.shape[-1])
+    if runs.in_row > 1:
+        nothing = torch.zeros_like(written[:, :, 0])
+        whole = torch.cat(
+            (scan(mul, through, written, nothing)[1], through.prod(2).expand_as(nothing[:, :, :1])), 2
+        )
+        first = runs.states_before(whole, first, _after)
+    before, last = scan(mul, through, written, first)  # (R, H, C, N, P)
+    y = (pairs * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
+    return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+
+
+def _after(run: Tensor, state: Tensor) -> Tensor:
+    """Return the state after a run, which is what the run writes and, in a last row, what it leaves."""
+    after: Tensor = run[..., -1:, :] * state + run[..., :-1, :]
+    return after

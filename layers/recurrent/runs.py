@@ -105,7 +105,8 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*inputs)
-    return _recomputed(function, *inputs)
+    output: Tensor = _Recomputed.apply(function, *inputs)
+    return output
 
 
 class _Recomputed(torch.autograd.Function):
@@ -128,7 +129,3 @@ class _Recomputed(torch.autograd.Function):
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         gradients = iter(torch.autograd.grad(made, wanted, grads[0]))
         return None, *(next(gradients) if need else None for need in needed)
-
-
-# torch declares ``apply`` without types.
-_recomputed: Callable[..., Tensor] = _Recomputed.apply

@@ -91,6 +91,9 @@ class AdoptedConfig(ModelConfig):
         stated = {key: entry for key, entry in known.items() if key not in free}
         with in_one_line(where, expected="numbers, texts and lists"):
             written = json.dumps(stated | {"model_type": kind}, sort_keys=True, allow_nan=False)
+        if config.model_type in FROM_PADDING and config.pad_token_id is None:
+            expected = "a token's number, from which places are counted"
+            raise BadInput(where, "pad_token_id", expected=expected, found="none")
         text = config.get_text_config(decoder=True)
         decodes = getattr(text, "is_decoder", True) or config.model_type in _DECODERS
         if (two := getattr(config, "is_encoder_decoder", False)) or not decodes:

@@ -86,7 +86,8 @@ class Cutter:
         better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
         self.model = model
         self.plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {}) | better
-        shares = [share for key, share in cfg.to_hf().items() if "drop" in key]
+        of_text = model.config.get_text_config(decoder=True).to_dict()
+        shares = [share for key, share in of_text.items() if "drop" in key]
         self.drops = here.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
         self.draws = dict[nn.Module, OwnDraws]()
         self.fused = dict[str, tuple[str, int, int]]()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...layers import RowParallelLinear, Stage, VocabParallelEmbedding, VocabParallelHead, own_random
 from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declare_parameter
+from ...parallel_state.engine import map_tensors
 from .probe import Probed, initial_of
 
 #: Makes another tensor of one that a module takes or gives.
@@ -18,22 +19,15 @@ Change = Callable[[Tensor], Tensor]
 
 
 def surround(module: nn.Module, takes: Change | None, gives: Change | None = None) -> None:
-    """Change the tensors that a module is given, and those that it gives, in place."""
+    """Change the floating tensors that a module is given, and those that it gives, in place."""
     if takes is not None:
-        module.register_forward_pre_hook(
-            lambda _, args, named: (
-                _changed(args, takes), {name: _changed(x, takes) for name, x in named.items()}
-            ),
-            with_kwargs=True,
-        )  # fmt: skip
+        module.register_forward_pre_hook(lambda _, *inputs: _changed(inputs, takes), with_kwargs=True)
     if gives is not None:
         module.register_forward_hook(lambda module, args, output: _changed(output, gives))
 
 
-def _changed(x: Any, change: Change) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_changed(part, change) for part in x)
-    return change(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+def _changed(nest: Any, change: Change) -> Any:
+    return map_tensors(nest, lambda x: change(x) if x.is_floating_point() else x)
 
 
 class StageEnd(Exception):

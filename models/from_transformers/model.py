@@ -2,14 +2,12 @@
 all of it follows from transformers' config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -70,7 +68,7 @@ class Adopted(CausalLM):
             drawn = {name for name, declaration in declarations(self).items() if declaration.initial != OWN}
             initialize(self, int(torch.randint(2**62, (), device="cpu")), among=drawn, state=self.state)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adopted:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         device = next((parameter.device for parameter in self.parameters()), None)
         for module in self.modules():  # buffers that no file holds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from .accelerator import is_host
 
@@ -99,16 +100,8 @@ def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
 
 
 def map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest of tuples, named or not, lists and dicts, with each of its tensors changed."""
-    if isinstance(nest, Tensor):
-        return change(nest)
-    if isinstance(nest, dict):
-        return {key: map_tensors(element, change) for key, element in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_tensors(element, change) for element in nest))
-    if isinstance(nest, tuple | list):
-        return type(nest)(map_tensors(element, change) for element in nest)
-    return nest
+    """Return the same nest, be it of a class that transformers' models return, with each tensor changed."""
+    return tree_map_only(Tensor, change, nest)
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

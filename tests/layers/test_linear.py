@@ -17,9 +17,8 @@ from trilith.testing import Operators, run_parallel
 def test_named_outputs_are_separate_linears_of_one_input():
     layer = ColumnParallelLinear(6, {"q": 8, "k": 4}, unit=2)
     x = torch.randn(3, 6)
-    q, k = layer(x)
-    assert torch.equal(q, nn.functional.linear(x, layer.q.weight, layer.q.bias))
-    assert torch.equal(k, nn.functional.linear(x, layer.k.weight, layer.k.bias))
+    for y, part in zip(layer(x), (layer.q, layer.k), strict=True):
+        assert torch.equal(y, nn.functional.linear(x, part.weight, part.bias))
     assert list(layer.state_dict()) == ["q.weight", "q.bias", "k.weight", "k.bias"]
 
 

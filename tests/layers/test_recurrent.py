@@ -10,9 +10,9 @@ from trilith.layers import AttentionInputs, GatedDeltaNet, KeyValueCache
 from trilith.layers.head_groups import HeadGroups
 from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
-from trilith.layers.recurrent.delta_rule import gated_delta_rule
+from trilith.layers.recurrent.gated_delta_net import gated_delta_rule
+from trilith.layers.recurrent.mamba2 import state_space
 from trilith.layers.recurrent.runs import Runs, recomputed
-from trilith.layers.recurrent.state_space import state_space
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import LiveBytes
 

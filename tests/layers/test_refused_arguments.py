@@ -3,6 +3,7 @@
 import torch
 from support.refusals import Refused, refusals
 from trilith.layers import (
+    Attention,
     ColumnParallelLinear,
     Experts,
     GatedMLP,
@@ -11,6 +12,7 @@ from trilith.layers import (
     MultiHeadLatentAttention,
     ReplicatedLinear,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     TopKRouter,
     VocabParallelEmbedding,
@@ -62,14 +64,14 @@ def scaling(**changes):
     return inverse_frequencies(16, 1e4, llama3 | changes)
 
 
-def loss_of_chunks():
-    hidden, weight = torch.zeros(1, 4, 6), torch.zeros(128, 6)
-    return chunked_cross_entropy(hidden, weight, torch.zeros(1, 4, dtype=torch.int64), 128, chunk=0)
+def loss_of_chunks(chunk=2, rows=128):
+    hidden, weight = torch.zeros(1, 4, 6), torch.zeros(rows, 6)
+    return chunked_cross_entropy(hidden, weight, torch.zeros(1, 4, dtype=torch.int64), 128, chunk=chunk)
 
 
-def loss_of_gathered_logits():
+def loss_of_logits(columns, state=None):
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    return vocab_parallel_cross_entropy(torch.ones(1, 2, 128), ids, 50, state=TWO)
+    return vocab_parallel_cross_entropy(torch.ones(1, 2, columns), ids, 50, state=state)
 
 
 def wide_values():
@@ -124,7 +126,10 @@ CALLS = {
         lambda: MoE(TopKRouter(8, 4, 2), Experts(4, 8, 8), shared=GatedMLP(8, 8)),
         r"MoE: shared: expected a GatedMLP with entered=True",
     ),
-    "gathered logits": (loss_of_gathered_logits, r"expected 64 columns: a part of 50, found 128\. Do not"),
+    "uneven groups": (lambda: Attention(24, heads=6, head_dim=4, kv_heads=4), "divisor of 6 heads, found 4"),
+    "gathered logits": (lambda: loss_of_logits(128, TWO), r"64 columns: a part of 50, found 128\. Do not"),
+    "too few logits": (lambda: loss_of_logits(49), "logits: expected at least 50, found 49"),
+    "too few rows of a head": (lambda: loss_of_chunks(rows=127), "weight: expected at least 128, found 127"),
     "E9 a sequence that the ranks do not divide": (
         lambda: scatter_sequence(torch.ones(1, 3, 4), TWO),
         "a length that tensor=2 divides, found 3",
@@ -155,6 +160,8 @@ CALLS = {
         "[^_]factor: expected",
     ),
     "D15 a rotation with a text": (lambda: scaling(low_freq_factor="1"), "low_freq_factor: expected"),
+    "a rotation by no length": (lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic"}), "original_max.*"),
+    "few factors": (lambda: scaling(rope_type="longrope", short_factor=[1.0]), "short_factor: expected 8"),
     "D15 a rotation with a flag": (lambda: scaling(high_freq_factor=True), "high_freq_factor: expected"),
     "values wider than keys": (
         wide_values,
@@ -185,7 +192,7 @@ CALLS = {
     "a second adapter of experts": (lambda: experts_with_adapter(["down"], 1), "one adapter at each place"),
     "an unknown checkpointing": (lambda: checkpoint_blocks([], "some"), "checkpointing"),
     "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", interval=0), "every"),
-    "a loss of no tokens at once": (loss_of_chunks, "loss_chunk"),
+    "a loss of no tokens at once": (lambda: loss_of_chunks(chunk=0), "loss_chunk"),
 }
 test_an_argument_that_cannot_be_is_refused = refusals(
     [Refused(why, lambda _, call=call: call(), says) for why, (call, says) in CALLS.items()]

@@ -35,7 +35,7 @@ from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
-from trilith.models.from_transformers.layers import cut_embedding
+from trilith.models.from_transformers.layers import OwnDraws, cut_embedding
 from trilith.models.from_transformers.probe import on_meta, probed
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
@@ -222,6 +222,14 @@ def masks_between_cut_linears(raw, layout):
         return masks[-1], float(torch.rand(()))
 
 
+def test_the_dropout_of_the_part_that_makes_text_is_of_each_rank_s_own_heads():
+    raw, made = tiny("gemma3"), family("gemma3")
+    raw["text_config"]["attention_dropout"] = 0.2
+    model = made.stages_on_meta(made.from_hf(raw), Layout.of(tensor=2))[0]
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert any(isinstance(getattr(hook, "__self__", None), OwnDraws) for hook in hooks)
+
+
 @pytest.mark.slow
 def test_tensor_ranks_drop_others_of_the_features_that_each_has_alone():
     raw = tiny("arcee", num_hidden_layers=2, attention_dropout=0.2)
@@ -271,13 +279,14 @@ def test_an_axis_that_is_not_proved_is_refused_in_one_line(axis):
 
 
 def test_a_config_that_transformers_refuses_is_refused_in_one_line():
-    for changes, says in (
-        ({"hidden_size": "wide"}, "expected what transformers' arcee reads"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    for kind, changes, says in (
+        ("arcee", {"hidden_size": "wide"}, "expected what transformers' arcee reads"),
+        ("arcee", {"num_hidden_layers": 0}, "num_hidden_layers"),
+        ("arcee", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("camembert", {"pad_token_id": None}, "pad_token_id: expected a token's number"),
     ):
         with pytest.raises(BadInput, match=says) as refusal:
-            family("arcee").from_hf(tiny("arcee") | changes, "here.json")
+            family(kind).from_hf(tiny(kind) | changes, "here.json")
         assert "\n" not in str(refusal.value)
 
 

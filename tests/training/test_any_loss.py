@@ -20,6 +20,7 @@ from support.any_loss import (
 from support.strangers import SAMPLES, STRANGERS, STUBS, images
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 from trilith.data.batch import BatchParts
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Constant, Layout, ParallelState, declare, initialize
@@ -261,8 +262,10 @@ def test_a_model_of_ones_own_trains_in_fp16_and_an_overflow_on_one_rank_skips_th
 
 
 def test_an_update_refuses_a_mean_before_anything_moves():
+    """Here of the output of a model of transformers."""
     model = Sine()
-    step = Step(model, lambda y, samples: (y.square().mean(), y.numel()), micro_batch=2)
+    model.register_forward_hook(lambda module, args, y: CausalLMOutput(logits=y))
+    step = Step(model, lambda y, samples: (y.logits.square().mean(), y.logits.numel()), micro_batch=2)
     update, before = Update(model, make_adamw(model, lr=0.1), clip=1.0), model.linear.weight.detach().clone()
     with pytest.raises(BadInput, match="found a mean"):
         update(step.launch({"x": torch.arange(16.0, dtype=torch.float64).view(4, 4)}))
