@@ -17,8 +17,6 @@ MOST_FORWARDS = 2**15
 
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
 Kind = Literal["F", "B", "I", "W"]
-#: What is computed for a micro-batch where the backward is not cut in two.
-_WHOLE: tuple[Kind, ...] = ("F", "B")
 
 #: The kind of an action that ran, its stage and its micro-batch.
 _Done = tuple[str, int, int]
@@ -73,7 +71,10 @@ class _Order:
 
 def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return all forwards, and then all backwards."""
-    return [Action(kind, rank, micro_batch) for kind in _WHOLE for micro_batch in range(count)]
+    order = _Order()
+    order.add(("F", rank), times=count)
+    order.add(("B", rank), times=count)
+    return order.actions
 
 
 def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool = False) -> list[Action]:
@@ -170,11 +171,8 @@ def actions(
         expected = f"at most {MOST_FORWARDS:,} {product} of a step"
         raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    if pipeline == 1:
-        whole_step = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _WHOLE)
-        return (whole_step,)
     check_schedule(name, layout, micro_batches)
-    order = ORDERS[name]
+    order = ORDERS[name] if pipeline > 1 else interleaved
     return tuple(tuple(order(pipeline, layout.stages, micro_batches, rank)) for rank in range(pipeline))
 
 

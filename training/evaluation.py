@@ -20,7 +20,7 @@ from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
 from ..generation.command import Weights, run_on_ranks
 from ..layers import IGNORE
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
 from .run_data import HeldOut, check_tokenizer
@@ -161,8 +161,7 @@ def _open(question: Question, layout: Layout) -> _Opened:
     trained = position.get("sequence_length") if isinstance(position, dict) else None
     trained = trained if isinstance(trained, int) and trained > 0 else None
     length = question.sequence_length or trained or min(_LENGTH, most)
-    if length > most:
-        raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
+    require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layers.host_numbers import change_alike
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import BadInput, Layout, ParallelState, require
 from ..parallel_state.engine import accelerator, map_tensors, tensors_in
 from .samples import Samples
 
@@ -100,8 +100,7 @@ class Loss(ABC):
 
         Raises ``BadInput``; the step then refuses on every rank alike.
         """
-        if not isinstance(batch, Mapping):
-            raise BadInput("batch", expected="tensors by name", found=type(batch).__name__)
+        require(isinstance(batch, Mapping), "batch", None, "tensors by name", type(batch).__name__)
         return batch
 
     @abstractmethod
@@ -182,26 +181,23 @@ class FunctionLoss(Loss):
 
 def as_loss(loss: Any, state: ParallelState) -> Loss:
     """Return the loss of a rank, from a ``Loss`` or from a function; ``BadInput`` if it lacks a part."""
-    if not callable(loss):
-        raise BadInput("step", "loss", expected="a Loss, or a function", found=type(loss).__name__)
+    require(callable(loss), "step", "loss", "a Loss, or a function", type(loss).__name__)
     own = (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
     name = type(own).__name__
-    if own.count is None and [*own.terms] != ["loss"]:
-        todo = "A loss that counts with its sums has one term, loss"
-        raise BadInput("step", f"{name}.count", expected="a method", found="none", todo=todo)
-    if own.collect is not None and own.whole_step is None:
-        raise BadInput("step", f"{name}.whole_step", expected="a method, beside collect", found="none")
+    counts, todo = own.count is not None, "A loss that counts with its sums has one term, loss"
+    require(counts or [*own.terms] == ["loss"], "step", f"{name}.count", "a method", "none", todo)
+    whole = own.collect is None or own.whole_step is not None
+    require(whole, "step", f"{name}.whole_step", "a method, beside collect", "none")
     return own
 
 
 def refuse_uncut(loss: Loss, layout: Layout) -> None:
     """Refuse context ranks for a loss that does not say what they cut."""
-    if layout.context > 1 and not loss.sequence:
-        raise BadInput(
-            "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
-            todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
-            "model's attention must look at other ranks' keys",
-        )  # fmt: skip
+    require(
+        layout.context == 1 or loss.sequence, "layout", "context", "1 for a loss that names no sequence",
+        layout.context, 'FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and '
+        "the model's attention must look at other ranks' keys",
+    )  # fmt: skip
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:

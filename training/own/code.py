@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.small_files import read_text
 from ...system import visible
 from ...system.user_errors import asked, refused
@@ -39,8 +39,7 @@ def own_code(name: str, key: str) -> OwnCode:
     """
     file, _, entry = name.rpartition(":")
     path = Path(file)
-    if not path.is_file():
-        raise BadInput("recipe", key, expected="a Python file", found=f"no file {visible(file)}")
+    require(path.is_file(), "recipe", key, "a Python file", f"no file {visible(file)}")
     source = read_text(path)
     digest, place = hashlib.sha256(source.encode()).hexdigest(), str(path.resolve())
     if _ran.get(place, ("",))[0] != digest:
@@ -99,7 +98,7 @@ def check_keywords(
     """Refuse an argument that a function or class has no keyword for; and, with all that it is given
     ``beside``, arguments that are too few.
     """
-    signature = _signature(code.entry)
+    signature = signature_of(code.entry)
     try:
         (signature.bind_partial if beside is None else signature.bind)(**arguments, **(beside or {}))
     except TypeError as error:
@@ -112,7 +111,7 @@ def check_keywords(
         ) from None  # fmt: skip
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Return a signature; of what Python does not know one that takes anything."""
     try:
         return inspect.signature(function)
@@ -122,5 +121,5 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    parameters = _signature(function).parameters
+    parameters = signature_of(function).parameters
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
