@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import Layout, require
 from .schedule_kinds import check_schedule
 
 #: Forwards of a step that are planned at most, over all stages. They take some tenths of a second.
@@ -164,12 +164,9 @@ def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Return what each pipeline rank computes, in torch's order; no process group is needed to know it."""
-    if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
-        product = (
-            "stages x micro-batches" if virtual_stages == 1 else "stages x virtual stages x micro-batches"
-        )
-        expected = f"at most {MOST_FORWARDS:,} {product} of a step"
-        raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
+    forwards, virtual = pipeline * virtual_stages * micro_batches, "virtual stages x " * (virtual_stages > 1)
+    expected = f"at most {MOST_FORWARDS:,} stages x {virtual}micro-batches of a step"
+    require(forwards <= MOST_FORWARDS, "schedule", name, expected, f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     check_schedule(name, layout, micro_batches)
     order = ORDERS[name] if pipeline > 1 else interleaved

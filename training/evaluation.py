@@ -39,26 +39,24 @@ class Evaluator:
 
     The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
     random state does not change. If the number of samples is not a multiple of the data ranks, the last ranks
-    get additional rows that do not count; ``open_held_out`` has none for a user's loss. ``named``: the loss
-    takes tensors by name, as of ``MicroBatches``.
+    get additional rows that do not count; ``open_held_out`` has none for a user's loss.
     """
 
-    def __init__(self, step: Step, held_out: HeldOut, *, named: bool = False) -> None:
-        self.step, self.held_out, self.state, self.named = step, held_out, step.state, named
+    def __init__(self, step: Step, held_out: HeldOut) -> None:
+        self.step, self.held_out, self.state = step, held_out, step.state
 
     def __call__(self) -> float:
         held_out, size, batches = self.held_out, self.step.micro_batch, self.held_out.batches
         share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
-        if self.named:
-            rows = self._rows(share)
-            batch = rows if isinstance(rows, dict) else rows.samples()
-        else:
+        if isinstance(self.step.loss, TokenLoss):
             assert isinstance(batches, GlobalBatches)
             counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
             starts = range(share.start, share.stop, size)
             parts = (self._rows(range(start, min(start + size, share.stop))) for start in starts)
             labels = batches.count_labels(0, counted)
-            batch = BatchParts(len(share), batches.sequence_length, labels, parts)
+            batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
+        else:
+            batch = self._rows(share)
         return float(self.step.evaluate(batch).loss)
 
     def _rows(self, rows: range) -> Any:

@@ -7,7 +7,6 @@ A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host,
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..data.batch import Batch
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState, require
 from ..parallel_state.engine import accelerator, map_tensors, tensors_in
+from .own.code import signature_of
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -100,8 +101,9 @@ class Loss(ABC):
 
         Raises ``BadInput``; the step then refuses on every rank alike.
         """
-        require(isinstance(batch, Mapping), "batch", None, "tensors by name", type(batch).__name__)
-        return batch
+        samples = batch.samples() if isinstance(batch, Batch) else batch
+        require(isinstance(samples, Mapping), "batch", None, "tensors by name", type(samples).__name__)
+        return samples
 
     @abstractmethod
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
@@ -150,7 +152,7 @@ class FunctionLoss(Loss):
         self.count = None if count is None else self._count
 
     def for_state(self, state: ParallelState) -> FunctionLoss:
-        if "state" not in inspect.signature(self.function).parameters:
+        if "state" not in signature_of(self.function).parameters:
             return self
         function = partial(self.function, state=state)
         return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
@@ -204,21 +206,16 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
     """Return the sum and the count that a loss returned; ``BadInput`` unless they are a scalar and a
     number.
     """
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
-        description = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
-        if pair:
-            description = " and ".join(
-                f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
-                for item in returned
-            )
-        elif isinstance(returned, Tensor):
-            description = f"one tensor of shape {tuple(returned.shape)}"
-        raise BadInput(
-            "step", "loss", expected="the sum of the losses, a scalar tensor, and their number",
-            found=description or type(returned).__name__, todo=_TODO,
-        )  # fmt: skip
-    total, count = returned
+    numbers = returned if isinstance(returned, tuple) else (returned,)
+    pair: tuple[Any, Any] = numbers if len(numbers) == 2 else (None, None)
+    total, count = pair
+    if not isinstance(total, Tensor) or total.ndim or not _is_number(count):
+        shown = " and ".join(
+            f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            for x in numbers
+        )
+        expected = "the sum of the losses, a scalar tensor, and their number"
+        raise BadInput("step", "loss", expected=expected, found=shown, todo=_TODO)
     return total, count
 
 

@@ -112,7 +112,7 @@ def check_keywords(
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a signature; of what Python does not know one that takes anything."""
+    """Return a signature; of what Python knows none of, one that takes anything."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
