@@ -1,17 +1,6 @@
 """Define the pipeline schedules by name, and check that a layout has what its schedule needs.
 
 ``schedule_actions.py`` has what each of them computes, in order.
-
-======================  ==============================  ===========  =======================================
-name                    stages of a rank                backward     source
-======================  ==============================  ===========  =======================================
-gpipe                   one                             whole        Huang et al. 2019
-1f1b                    one                             whole        Narayanan et al. 2019
-interleaved             several, every pipeline-th      whole        Narayanan et al. 2021
-interleaved-zero-bubble several, every pipeline-th      in two       Qi et al. 2023 (ZB1P), interleaved
-zbv                     two, down and up again          in two       Qi et al. 2023, section 6
-dualpipev               two, down and up again          in two       DeepSeek-AI 2024, cut in half
-======================  ==============================  ===========  =======================================
 """
 
 from dataclasses import dataclass
@@ -28,8 +17,9 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 class ScheduleKind:
     """State what a schedule requires, and its name in torch.
 
-    ``two_backwards``: the gradient of a stage's input is computed first, so that the previous stage can
-    continue, and the gradient of its weights later, when the rank would wait.
+    A rank has one stage; if ``interleaved`` several, every pipeline-th of the model; in a ``v_shape`` two,
+    down and up again. ``two_backwards``: the gradient of a stage's input is computed first, so that the
+    previous stage can continue, and the gradient of its weights later, when the rank would wait.
     """
 
     name: ScheduleName
@@ -61,14 +51,13 @@ class ScheduleKind:
 _KINDS = {
     kind.name: kind
     for kind in (
-        ScheduleKind("gpipe", "GPipe"),
-        ScheduleKind("1f1b", "1F1B"),
-        ScheduleKind("interleaved", "Interleaved1F1B", interleaved=True),
-        ScheduleKind(
-            "interleaved-zero-bubble", "InterleavedZeroBubble", interleaved=True, two_backwards=True
-        ),
-        ScheduleKind("zbv", "ZBVZeroBubble", v_shape=True, two_backwards=True),
-        ScheduleKind("dualpipev", "DualPipeV", v_shape=True, two_backwards=True),
+        ScheduleKind("gpipe", "GPipe"),  # Huang et al. 2019
+        ScheduleKind("1f1b", "1F1B"),  # Narayanan et al. 2019
+        ScheduleKind("interleaved", "Interleaved1F1B", interleaved=True),  # Narayanan et al. 2021
+        # ZB1P of Qi et al. 2023, interleaved.
+        ScheduleKind("interleaved-zero-bubble", "InterleavedZeroBubble", True, two_backwards=True),
+        ScheduleKind("zbv", "ZBVZeroBubble", v_shape=True, two_backwards=True),  # the same, section 6
+        ScheduleKind("dualpipev", "DualPipeV", v_shape=True, two_backwards=True),  # DeepSeek-AI 2024, cut
     )
 }
 

@@ -133,30 +133,26 @@ def own_loss(recipe: Recipe) -> Any:
     if isinstance(entry, Loss):
         require(not arguments, "recipe", key, "none for an object", ", ".join(arguments))
         if isinstance(entry, FunctionLoss):
-            _check_called(entry.function, {})
+            _check_called(code._replace(entry=entry.function), {})
         return entry
     kind, is_type = getattr(entry, "__name__", type(entry).__name__), isinstance(entry, type)
     expected = "a Loss, a class of it, or a function of (output, samples)"
     require(callable(entry) and not is_type, "recipe", "loss.module", expected, kind)
-    check_keywords(code, arguments, key)
-    _check_called(entry, arguments)
+    _check_called(code, arguments)
     return partial(entry, **arguments) if arguments else entry
 
 
-def _check_called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def _check_called(code: OwnCode, arguments: Mapping[str, Any]) -> None:
     """Refuse a loss that cannot be called with an output, samples and these arguments."""
-    signature = signature_of(function)
-    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-    state = {"state": None} if "state" in signature.parameters else {}
+    signature = signature_of(code.entry)
     try:
         signature.bind_partial(None, None)
     except TypeError:
+        shown = f"{getattr(code.entry, '__name__', type(code.entry).__name__)}{signature}"
         expected = "a function of (output, samples)"
         raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
-    try:
-        signature.bind(None, None, **{**arguments, **state})
-    except TypeError as error:
-        raise BadInput("recipe", "loss.arguments", expected=f"those of {shown}", found=error) from None
+    state = {"state": None} if "state" in signature.parameters else {}
+    check_keywords(code, arguments, "loss.arguments", None, None, **state)
 
 
 def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> None:

@@ -86,21 +86,17 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
     """
     named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
-    check_keywords(code, arguments, key, beside=named)
+    check_keywords(code, arguments, key, **named)
     shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
     expected = f"one that can be made with ({shown})"[:160]
     return asked(lambda: code.entry(**arguments, **named), within, expected)
 
 
-def check_keywords(
-    code: OwnCode, arguments: Mapping[str, Any], key: str, *, beside: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse an argument that a function or class has no keyword for; and, with all that it is given
-    ``beside``, arguments that are too few.
-    """
+def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *given: Any, **named: Any) -> None:
+    """Refuse arguments that a function or class cannot be called with, beside what else it is given."""
     signature = signature_of(code.entry)
     try:
-        (signature.bind_partial if beside is None else signature.bind)(**arguments, **(beside or {}))
+        signature.bind(*given, **arguments, **named)
     except TypeError as error:
         unknown = next((name for name in arguments if not names(code.entry, name)), "")
         near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)
