@@ -119,7 +119,8 @@ def generate(
 
     dtype, caches = next(model.parameters()).dtype, new_caches()
     stages = Stages(model, model.state, dtype=dtype, of_stage=lambda number: {"cache": caches[number]})
-    generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
+    numbers = range(first, first + len(prompts)) if sampling.temperature else ()
+    generators = [torch.Generator().manual_seed(seed_of(seed, "row", number)) for number in numbers]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     with evaluating(model, head_in_loss=False):
@@ -131,9 +132,10 @@ def generate(
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
             if y is not None:
                 logits_BV = gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
-                uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+                draws = [torch.rand(1, generator=g, dtype=torch.float64) for g in generators]
+                uniform_B = torch.cat(draws).to(device) if draws else None
                 banned = stop if number < min_new_tokens else ()
-                new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
+                new_B = choose(logits_BV, sampling, uniform=uniform_B, banned=banned)
             layout = model.state.layout
             if layout.pipeline > 1:
                 last = layout.rank_of_stage(layout.stages - 1)

@@ -149,17 +149,13 @@ class FunctionLoss(Loss):
         sequence: Mapping[str, int] | None = None,
     ) -> None:
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
-        self.count = None if count is None else self._count
+        self.count = None if count is None else lambda samples: {"loss": count(samples)}
 
     def for_state(self, state: ParallelState) -> FunctionLoss:
         if "state" not in signature_of(self.function).parameters:
             return self
         function = partial(self.function, state=state)
         return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
-
-    def _count(self, samples: Samples) -> Mapping[str, Tensor | float]:
-        assert self.stated_count is not None
-        return {"loss": self.stated_count(samples)}
 
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
         total, count = self._sum_and_count(output, samples)

@@ -34,6 +34,13 @@ def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def groups_of(
+    groups: Sequence[ParameterGroup], family: Family, config: ModelConfig
+) -> dict[str, ParameterGroup]:
+    """Map our names to a recipe's groups. Without groups no name is made: a large mixture has 45,000."""
+    return assign(groups, names_of(family, config)) if groups else {}
+
+
 def assign(
     groups: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]], where: str = "recipe"
 ) -> dict[str, ParameterGroup]:

@@ -28,7 +28,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
-from .optimizer import assign, freeze, names_of
+from .optimizer import freeze, groups_of
 from .own.module import own_family
 from .own_parts import OwnParts, check_held_out, own_parts
 from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
@@ -115,7 +115,7 @@ def plan(recipe: Recipe) -> Plan:
     cut = cut_stages(family, config, layout, length, split=recipe.layout_section.split)
     one_block_of_each_kind(family, config, layout)  # and the ends: they refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
-    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    groups = groups_of(recipe.optimizer.groups, family, config)
     return Plan(
         family, config, hf_config, companions, source, adapter, groups,
         cut=cut, loss_chunk=loss_chunk_of(recipe, config),
@@ -125,7 +125,7 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
-    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    groups = groups_of(recipe.optimizer.groups, family, config)
     own = own_parts(recipe, family, config, groups)
     family = replace(family, parts=own)
     family.check_layout(config, layout)
