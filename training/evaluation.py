@@ -55,8 +55,9 @@ class Evaluator:
             parts = (self._rows(range(start, min(start + size, share.stop))) for start in starts)
             labels = batches.count_labels(0, counted)
             batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
-        else:
-            batch = self._rows(share)
+        else:  # tensors by name
+            rows = self._rows(share)
+            batch = rows if isinstance(rows, dict) else rows.samples()
         return float(self.step.evaluate(batch).loss)
 
     def _rows(self, rows: range) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState, require
 from ..parallel_state.engine import accelerator, map_tensors, tensors_in
@@ -101,9 +100,8 @@ class Loss(ABC):
 
         Raises ``BadInput``; the step then refuses on every rank alike.
         """
-        samples = batch.samples() if isinstance(batch, Batch) else batch
-        require(isinstance(samples, Mapping), "batch", None, "tensors by name", type(samples).__name__)
-        return samples
+        require(isinstance(batch, Mapping), "batch", None, "tensors by name", type(batch).__name__)
+        return batch
 
     @abstractmethod
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
