@@ -51,8 +51,8 @@ class StepReport:
             total = StepReport(dict(zip(self.counts, sums[len(flags) :], strict=True)), *sums[: len(flags)])
         if refusal is not None:
             raise refusal
-        expected, found = "one that each rank can use", "one that another rank refused"
-        require(not total.refused, "batch", None, expected, found)
+        refused = "one that another rank refused"
+        require(not total.refused, "batch", None, "one that each rank can use", refused)
         if total.rows**2 != world * total.rows_squared:  # only of equal numbers is it the mean of squares
             extremes = torch.tensor([self.rows, -self.rows])
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)

@@ -92,11 +92,11 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
     return asked(lambda: code.entry(**arguments, **named), within, expected)
 
 
-def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *given: Any, **named: Any) -> None:
+def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *beside: Any, **named: Any) -> None:
     """Refuse arguments that a function or class cannot be called with, beside what else it is given."""
     signature = signature_of(code.entry)
     try:
-        signature.bind(*given, **arguments, **named)
+        signature.bind(*beside, **arguments, **named)
     except TypeError as error:
         unknown = next((name for name in arguments if not names(code.entry, name)), "")
         near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)
