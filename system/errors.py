@@ -68,11 +68,11 @@ class BadInput(ValueError):
 
 
 def require(
-    holds: object, where: object, key: object, expected: object, found: object = None, todo: str = ""
+    holds: object, where: object, key: object, expected: object, actual: object = None, todo: str = ""
 ) -> None:
     """Raise ``BadInput`` unless something ``holds``; all words are made either way, so they must be cheap."""
     if not holds:
-        raise BadInput(where, key, expected=expected, found=found, todo=todo)
+        raise BadInput(where, key, expected=expected, found=actual, todo=todo)
 
 
 class BadCheckpoint(BadInput):
