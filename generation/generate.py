@@ -180,7 +180,8 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
     require(most >= max(1, least), "generate", "max_new_tokens", expected, most)
     vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
     outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
-    require(not outside, "generate", "tokens", f"ids below the model's vocab_size={vocabulary}", *outside[:1])
+    expected = f"ids below the model's vocab_size={vocabulary}"
+    require(not outside, "generate", "tokens", expected, outside and outside[0])
     check_length(max(map(len, prompts)), most, positions)
     of_sequence = {"context": (model.state.context.size, 1), "sequence": (model.state.sequence, False)}
     for axis, (size, whole) in of_sequence.items():

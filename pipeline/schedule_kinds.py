@@ -48,7 +48,7 @@ class ScheduleKind:
         return not self.interleaved or micro_batches % (micro_batches // pipeline) == 0
 
 
-_KINDS = {
+_KINDS: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
         ScheduleKind("gpipe", "GPipe"),  # Huang et al. 2019

@@ -27,7 +27,7 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     else:
         expected = "adapters of modules that a loss of tokens reads"
         todo = "`trilith merge-lora` adds such adapters to the weights"
-        require(not idle, "recipe", "lora.init_from", expected, *idle[:1], todo=todo)
+        require(not idle, "recipe", "lora.init_from", expected, idle and idle[0], todo)
     return family, stored_adapter(family, base, whole=own_rank() == 0)
 
 
