@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layers import KeyValueCache, gather_logits
 from ..layers.host_numbers import send
-from ..parallel_state import BadInput, seed_of
+from ..parallel_state import require, seed_of
 from ..pipeline import Stages, evaluating
 
 if TYPE_CHECKING:
@@ -33,12 +33,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise BadInput("generate", "temperature", expected="a number from 0 up", found=self.temperature)
-        if self.top_k < 0:
-            raise BadInput("generate", "top_k", expected="0 or more", found=self.top_k)
-        if not 0 < self.top_p <= 1:
-            raise BadInput("generate", "top_p", expected="above 0 and at most 1", found=self.top_p)
+        finite = 0 <= self.temperature < float("inf")
+        require(finite, "generate", "temperature", "a number from 0 up", self.temperature)
+        require(self.top_k >= 0, "generate", "top_k", "0 or more", self.top_k)
+        require(0 < self.top_p <= 1, "generate", "top_p", "above 0 and at most 1", self.top_p)
 
 
 def choose(
@@ -121,7 +119,8 @@ def generate(
 
     dtype, caches = next(model.parameters()).dtype, new_caches()
     stages = Stages(model, model.state, dtype=dtype, of_stage=lambda number: {"cache": caches[number]})
-    generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
+    numbers = range(first, first + len(prompts)) if sampling.temperature else ()
+    generators = [torch.Generator().manual_seed(seed_of(seed, "row", number)) for number in numbers]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     with evaluating(model, head_in_loss=False):
@@ -133,9 +132,10 @@ def generate(
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
             if y is not None:
                 logits_BV = gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
-                uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+                draws = [torch.rand(1, generator=g, dtype=torch.float64) for g in generators]
+                uniform_B = torch.cat(draws).to(device) if draws else None
                 banned = stop if number < min_new_tokens else ()
-                new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
+                new_B = choose(logits_BV, sampling, uniform=uniform_B, banned=banned)
             layout = model.state.layout
             if layout.pipeline > 1:
                 last = layout.rank_of_stage(layout.stages - 1)
@@ -170,27 +170,21 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
 
 def check_length(longest: int, most: int, positions: int) -> None:
     """Refuse a prompt of ``longest`` tokens and ``most`` new ones that need more positions than there are."""
-    needed = longest + most - 1
-    if needed > positions:
-        expected = f"at most the model's {positions} positions"
-        raise BadInput("generate", "prompt and new tokens", expected=expected, found=needed)
+    needed, expected = longest + most - 1, f"at most the model's {positions} positions"
+    require(needed <= positions, "generate", "prompt and new tokens", expected, needed)
 
 
 def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, stop: Collection[int]) -> None:
-    if not prompts or not all(map(len, prompts)):
-        raise BadInput("generate", "prompt", expected="at least one token", found="none")
-    if most < 1 or least > most:
-        expected = f"from 1 up, and min_new_tokens={least} or more"
-        raise BadInput("generate", "max_new_tokens", expected=expected, found=most)
+    require(prompts and all(map(len, prompts)), "generate", "prompt", "at least one token", "none")
+    expected = f"from 1 up, and min_new_tokens={least} or more"
+    require(most >= max(1, least), "generate", "max_new_tokens", expected, most)
     vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
     outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
-    if outside:
-        expected = f"ids below the model's vocab_size={vocabulary}"
-        raise BadInput("generate", "tokens", expected=expected, found=outside[0])
+    expected = f"ids below the model's vocab_size={vocabulary}"
+    require(not outside, "generate", "tokens", expected, outside and outside[0])
     check_length(max(map(len, prompts)), most, positions)
     of_sequence = {"context": (model.state.context.size, 1), "sequence": (model.state.sequence, False)}
     for axis, (size, whole) in of_sequence.items():
-        if size != whole:
-            expected = f"{str(whole).lower()}: one token at a time cannot be cut along the sequence"
-            todo = "Load the weights in the same layout without it"
-            raise BadInput("generate", f"layout.{axis}", expected=expected, found=size, todo=todo)
+        expected = f"{str(whole).lower()}: one token at a time cannot be cut along the sequence"
+        todo = "Load the weights in the same layout without it"
+        require(size == whole, "generate", f"layout.{axis}", expected, size, todo)

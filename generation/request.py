@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from ..checkpoints import Source
 from ..data.text.tokenizer_loading import Message, Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import Layout, ParallelState, require
 from ..runs.launch import check_launch, device_here, device_words, own_rank, process_group
 from ..storage.disk import writing
 from ..storage.files_beside_weights import GENERATION_CONFIG
@@ -68,8 +68,7 @@ class Prepared(Weights):
 
 def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
-    if "" in request.stop:
-        raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
+    require("" not in request.stop, "generate", "--stop", "text that ends a continuation", "none")
     weights = Weights.of(request.source, request.adapter, layout, request.dtype, "generate")
     source, config = weights.source, weights.source.model_config
     tokenizer = load_tokenizer(request.tokenizer or source.path)
@@ -209,8 +208,7 @@ def run_generation(
         first, file, tokens = own_rank() == 0, None, 0
         streams, most = first and out is None and len(prepared.ids) == 1, request.max_new_tokens
         prompts = iter(request.prompts)
-        if request.batch < 1:
-            raise BadInput("generate", "batch", expected="at least 1", found=request.batch)
+        require(request.batch >= 1, "generate", "batch", "at least 1", request.batch)
         with ExitStack() as stack:
             if out is not None and first:
                 path = stack.enter_context(output_file(out, ours=_is_ours, force=force, inputs=inputs))

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from ..data.text.tokenizer_loading import Message, Tokenizer
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..storage.small_files import Line, read_json_lines, read_text
 from ..storage.strict_json import shown
 
@@ -29,8 +29,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
             prompts += [_record(line, f"{file}:{line.number}") for line in read_json_lines(file, PROMPTS)]
         else:
             prompts += [line for line in read_text(file, PROMPTS).splitlines() if line.strip()]
-    if not prompts:
-        raise BadInput("generate", "prompt", expected="--prompt TEXT or --prompt-file FILE", found="neither")
+    require(prompts, "generate", "prompt", "--prompt TEXT or --prompt-file FILE", "neither")
     return prompts
 
 

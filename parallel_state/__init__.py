@@ -15,6 +15,7 @@ from ..system.errors import (
     nearest,
     nearest_divisors,
     nearest_multiples,
+    require,
 )
 from .collective_errors import rank_at_fault, together
 from .collective_order import CollectiveOrder

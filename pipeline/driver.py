@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ..layers import recomputes_operators
 from ..parallel_state import ParallelState
@@ -222,17 +223,6 @@ def _free(infos: Sequence[Any]) -> None:
             info.buffer = torch.empty(0)
 
 
-#: Torch's class of each schedule.
-SCHEDULE_CLASSES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-}
-
-
 class Pipeline:
     """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks.
 
@@ -262,10 +252,10 @@ class Pipeline:
             DrivenStage(stage, number, state, *travels[number : number + 2], trains_all=trains_all)
             for stage, number in zip(stages, state.layout.stages_of(state.at.pipeline), strict=True)
         ]
-        several = schedule_kind(name).virtual_stages > 1
+        kind = schedule_kind(name)
         # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
-        self._schedule = SCHEDULE_CLASSES[name](
-            driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
+        self._schedule = get_schedule_class(kind.torch_name)(
+            driven if kind.virtual_stages > 1 else driven[0], microbatches, loss_fn=loss, scale_grads=False
         )
         self._zero = state.layout.zero
         self._roots = [*dict.fromkeys(root for stage in stages for root in stage.root or ())]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import BadInput
+from ..parallel_state import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def tensors_of(output: Any) -> tuple[Tensor, ...]:
     """Return the tensors that a stage gives, in order."""
     tensors = tuple(output.values()) if isinstance(output, dict) else output
     tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise BadInput("stage", "output", expected="a tensor or a tuple of them", found=type(output).__name__)
+    whole = tensors and all(isinstance(tensor, Tensor) for tensor in tensors)
+    require(whole, "stage", "output", "a tensor or a tuple of them", type(output).__name__)
     return tensors
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import Layout, require
 from .schedule_kinds import check_schedule
 
 #: Forwards of a step that are planned at most, over all stages. They take some tenths of a second.
@@ -17,8 +17,6 @@ MOST_FORWARDS = 2**15
 
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
 Kind = Literal["F", "B", "I", "W"]
-#: What is computed for a micro-batch where the backward is not cut in two.
-_WHOLE: tuple[Kind, ...] = ("F", "B")
 
 #: The kind of an action that ran, its stage and its micro-batch.
 _Done = tuple[str, int, int]
@@ -73,7 +71,10 @@ class _Order:
 
 def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
     """Return all forwards, and then all backwards."""
-    return [Action(kind, rank, micro_batch) for kind in _WHOLE for micro_batch in range(count)]
+    order = _Order()
+    order.add(("F", rank), times=count)
+    order.add(("B", rank), times=count)
+    return order.actions
 
 
 def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool = False) -> list[Action]:
@@ -163,18 +164,12 @@ def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Return what each pipeline rank computes, in torch's order; no process group is needed to know it."""
-    if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
-        product = (
-            "stages x micro-batches" if virtual_stages == 1 else "stages x virtual stages x micro-batches"
-        )
-        expected = f"at most {MOST_FORWARDS:,} {product} of a step"
-        raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
+    forwards, virtual = pipeline * virtual_stages * micro_batches, "virtual stages x " * (virtual_stages > 1)
+    expected = f"at most {MOST_FORWARDS:,} stages x {virtual}micro-batches of a step"
+    require(forwards <= MOST_FORWARDS, "schedule", name, expected, f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    if pipeline == 1:
-        whole_step = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _WHOLE)
-        return (whole_step,)
     check_schedule(name, layout, micro_batches)
-    order = ORDERS[name]
+    order = ORDERS[name] if pipeline > 1 else interleaved
     return tuple(tuple(order(pipeline, layout.stages, micro_batches, rank)) for rank in range(pipeline))
 
 

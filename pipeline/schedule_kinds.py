@@ -1,23 +1,12 @@
 """Define the pipeline schedules by name, and check that a layout has what its schedule needs.
 
 ``schedule_actions.py`` has what each of them computes, in order.
-
-======================  ==============================  ===========  =======================================
-name                    stages of a rank                backward     source
-======================  ==============================  ===========  =======================================
-gpipe                   one                             whole        Huang et al. 2019
-1f1b                    one                             whole        Narayanan et al. 2019
-interleaved             several, every pipeline-th      whole        Narayanan et al. 2021
-interleaved-zero-bubble several, every pipeline-th      in two       Qi et al. 2023 (ZB1P), interleaved
-zbv                     two, down and up again          in two       Qi et al. 2023, section 6
-dualpipev               two, down and up again          in two       DeepSeek-AI 2024, cut in half
-======================  ==============================  ===========  =======================================
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..parallel_state import BadInput, Layout, nearest
+from ..parallel_state import BadInput, Layout, nearest, require
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
@@ -26,13 +15,15 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """State what a schedule requires.
+    """State what a schedule requires, and its name in torch.
 
-    ``two_backwards``: the gradient of a stage's input is computed first, so that the previous stage can
-    continue, and the gradient of its weights later, when the rank would wait.
+    A rank has one stage; if ``interleaved`` several, every pipeline-th of the model; in a ``v_shape`` two,
+    down and up again. ``two_backwards``: the gradient of a stage's input is computed first, so that the
+    previous stage can continue, and the gradient of its weights later, when the rank would wait.
     """
 
     name: ScheduleName
+    torch_name: str
     interleaved: bool = False
     v_shape: bool = False
     two_backwards: bool = False
@@ -57,23 +48,23 @@ class ScheduleKind:
         return not self.interleaved or micro_batches % (micro_batches // pipeline) == 0
 
 
-_KINDS = {
+_KINDS: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
-        ScheduleKind("gpipe"),
-        ScheduleKind("1f1b"),
-        ScheduleKind("interleaved", interleaved=True),
-        ScheduleKind("interleaved-zero-bubble", interleaved=True, two_backwards=True),
-        ScheduleKind("zbv", v_shape=True, two_backwards=True),
-        ScheduleKind("dualpipev", v_shape=True, two_backwards=True),
+        ScheduleKind("gpipe", "GPipe"),  # Huang et al. 2019
+        ScheduleKind("1f1b", "1F1B"),  # Narayanan et al. 2019
+        ScheduleKind("interleaved", "Interleaved1F1B", interleaved=True),  # Narayanan et al. 2021
+        # ZB1P of Qi et al. 2023, interleaved.
+        ScheduleKind("interleaved-zero-bubble", "InterleavedZeroBubble", True, two_backwards=True),
+        ScheduleKind("zbv", "ZBVZeroBubble", v_shape=True, two_backwards=True),  # the same, section 6
+        ScheduleKind("dualpipev", "DualPipeV", v_shape=True, two_backwards=True),  # DeepSeek-AI 2024, cut
     )
 }
 
 
 def schedule_kind(name: str, where: str = "layout") -> ScheduleKind:
     """Return the schedule of this name; raise ``BadInput`` if there is none."""
-    if name not in _KINDS:
-        raise BadInput(where, "schedule", expected=f"one of {', '.join(_KINDS)}", found=repr(name))
+    require(name in _KINDS, where, "schedule", f"one of {', '.join(_KINDS)}", repr(name))
     return _KINDS[name]
 
 
@@ -82,13 +73,11 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
     if layout.pipeline == 1:
         return
     kind, virtual = schedule_kind(name, where), layout.virtual_stages
-    if kind.interleaved and (virtual < 2 or layout.v_shape):
-        expected, todo = f"at least 2 with {name}", nearest("virtual_stages", [2], virtual)
-        raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
-    if not kind.interleaved and (virtual, layout.v_shape) != (kind.virtual_stages, kind.v_shape):
-        legal = nearest("virtual_stages", [kind.virtual_stages], virtual)
-        todo = f"{legal}; only interleaved schedules take others"
-        expected = f"{kind.virtual_stages} with {name}"
+    fits = virtual >= 2 if kind.interleaved else virtual == kind.virtual_stages
+    if not fits or layout.v_shape != kind.v_shape:
+        expected = f"{'at least ' * kind.interleaved}{kind.virtual_stages} with {name}"
+        todo = nearest("virtual_stages", [kind.virtual_stages], virtual)
+        todo += "" if kind.interleaved else "; only interleaved schedules take others"
         raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
     if kind.runs(layout.pipeline, micro_batches):
         return
@@ -109,10 +98,11 @@ def check_recomputation(name: str, mode: str, where: str = "step") -> None:
     """Refuse activation checkpointing where a backward has two parts: torch cannot compute some operators of
     a block again for both, and the others would be computed twice.
     """
-    if schedule_kind(name).two_backwards:
-        expected = f"none with layout.schedule={name}, or 1f1b or interleaved"
-        todo = "Its backward comes in two parts, and each would compute a block's forward again"
-        raise BadInput(where, "memory.checkpointing", expected=expected, found=mode, todo=todo)
+    require(
+        not schedule_kind(name).two_backwards, where, "memory.checkpointing",
+        f"none with layout.schedule={name}, or 1f1b or interleaved", mode,
+        "Its backward comes in two parts, and each would compute a block's forward again",
+    )  # fmt: skip
 
 
 def bubble(name: str, layout: Layout, micro_batches: int) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import Stage
-from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, seed_of
+from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
@@ -54,9 +54,10 @@ class Stages:
         self.state, self.dtype, self._of_stage = state, dtype, of_stage
         self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
         self.first_input: str | None = getattr(model, "first_input", None)
-        if self.first_input is None and hasattr(model, "hidden_shape"):
-            expected = "the name of the sample that hidden_shape is given"
-            raise BadInput("step", "model.first_input", expected=expected, found="none")
+        require(
+            self.first_input is not None or not hasattr(model, "hidden_shape"), "step", "model.first_input",
+            "the name of the sample that hidden_shape is given", "none",
+        )  # fmt: skip
         self.has_last = state.layout.stages - 1 in self.parts
         self._takes = keyword_test(model)
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
@@ -129,11 +130,11 @@ class Stages:
             self._seed = None
             output = self._run(number, tuple(zeros), samples)
         last = number == self.state.layout.stages - 1
-        if isinstance(output, dict) and not last:
-            raise BadInput(
-                "stage", "output", expected="a tensor or a tuple of them between stages", found="a dict",
-                todo="Give its values as a tuple: the next stage gets them by position, in order",
-            )  # fmt: skip
+        require(
+            last or not isinstance(output, dict), "stage", "output",
+            "a tensor or a tuple of them between stages", "a dict",
+            "Give its values as a tuple: the next stage gets them by position, in order",
+        )  # fmt: skip
         if isinstance(output, dict):
             names = tuple(output)
             self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
@@ -141,11 +142,11 @@ class Stages:
             self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
         tensors = tensors_of(output)
         for tensor in tensors if len(tensors) > 1 or not last else ():
-            if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
-                raise BadInput(
-                    "stage", "output", expected=f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
-                    found=f"{tensor.dtype} {tuple(tensor.shape)}",
-                )  # fmt: skip
+            require(
+                len(tensor) == rows and tensor.dtype == tensors[0].dtype, "stage", "output",
+                f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
+                f"{tensor.dtype} {tuple(tensor.shape)}",
+            )  # fmt: skip
         return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def run_stage(self, number: int, x: Tensor | None, micro_batch: Samples) -> Any:
@@ -271,12 +272,12 @@ def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]
             found="none" if stage is None else type(stage).__name__, todo=todo,
         )  # fmt: skip
     numbers, parts = state.layout.stages_of(state.at.pipeline), tuple(part.number for part in stage.parts)
-    if parts != numbers:
-        raise BadInput("step", "model.stage", expected=f"parts {numbers}", found=parts, todo=todo)
-    if "stage" not in inspect.signature(model.forward).parameters:
-        todo = "Take stage=None; if it is given, run only that one of self.stage.parts"
-        expected = f"a keyword stage, with virtual_stages={count}"
-        raise BadInput("step", "model.forward", expected=expected, found="none", todo=todo)
+    require(parts == numbers, "step", "model.stage", f"parts {numbers}", parts, todo)
+    require(
+        "stage" in inspect.signature(model.forward).parameters, "step", "model.forward",
+        f"a keyword stage, with virtual_stages={count}", "none",
+        "Take stage=None; if it is given, run only that one of self.stage.parts",
+    )  # fmt: skip
     return stage.parts
 
 

@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
-from ..parallel_state import BadInput
+from ..parallel_state import require
 from ..storage.output_places import check_output_file
 from ..storage.staging import output_file
 from .schedule_actions import Kind
@@ -34,9 +34,7 @@ MEANING: dict[Kind, str] = {
 
 def check_picture(out: Path, *, force: bool = False) -> None:
     """Refuse a file that ``draw_timetable`` would not write, before anything is computed for it."""
-    if out.suffix not in FORMATS:
-        expected = f"a name that ends in {', '.join(FORMATS)}"
-        raise BadInput("schedule", "--out", expected=expected, found=str(out))
+    require(out.suffix in FORMATS, "schedule", "--out", f"a name that ends in {', '.join(FORMATS)}", str(out))
     check_output_file(out, ours=_is_picture, force=force)
 
 

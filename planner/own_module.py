@@ -1,6 +1,5 @@
 """Trace a module that is not the zoo's, stage by stage: its forward, its loss and their backward."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from ..simulation.traced import trace
 from ..simulation.waits import numbers_refused
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..system.user_errors import line_of_user
+from ..training.own.code import signature_of
 from ..training.token_loss import TokenLoss
 from .rank_parameters import parts_of_module
 from .stage_costs import StageCost
@@ -176,6 +176,6 @@ def _summed(loss: Loss, work: Work) -> Callable[..., Tensor]:
         scales = dict.fromkeys(terms, torch.ones((), dtype=torch.float64, device=device_of(work.batch)))
         bound = cast(Any, loss).for_state(work.state)
         return lambda output, samples: sum(bound(output, samples, scales).terms.values())
-    takes = "state" in inspect.signature(loss).parameters
+    takes = "state" in signature_of(loss).parameters
     function = partial(loss, state=work.state) if takes else loss
     return lambda output, samples: function(output, samples)[0]

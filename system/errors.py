@@ -67,6 +67,14 @@ class BadInput(ValueError):
         return partial(facts, todo=self.todo), ()
 
 
+def require(
+    holds: object, where: object, key: object, expected: object, actual: object = None, todo: str = ""
+) -> None:
+    """Raise ``BadInput`` unless something ``holds``; all words are made either way, so they must be cheap."""
+    if not holds:
+        raise BadInput(where, key, expected=expected, found=actual, todo=todo)
+
+
 class BadCheckpoint(BadInput):
     """Report a checkpoint directory that is absent, incomplete, altered, or of another model. Exit code 4."""
 

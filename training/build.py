@@ -79,14 +79,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
     if any(parameter.is_meta for parameter in model.parameters()):
         to_empty(model, resting)
     wanted = recipe.optimizer
-    optimizer = make_adamw(
-        model,
-        lr=wanted.lr,
-        betas=wanted.betas,
-        eps=wanted.eps,
-        weight_decay=wanted.weight_decay,
-        groups=plan.groups,
-    )
+    settings = wanted.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    optimizer = make_adamw(model, **settings, groups=plan.groups)
     step = Step(
         model,
         _token_loss(model, recipe, plan.loss_chunk, state) if plan.own is None else plan.own.loss,
@@ -137,8 +131,7 @@ def measurements(
         callbacks.append(NormLog(interval=watch.norms, activations=watch.activation_norms, track=track))
     callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
     if recipe.evaluation is not None and plan.held_out is not None:
-        evaluate = Evaluator(step, plan.held_out, named=plan.own is not None)
-        callbacks.append(Evaluation(evaluate, interval=recipe.evaluation.every))
+        callbacks.append(Evaluation(Evaluator(step, plan.held_out), interval=recipe.evaluation.every))
     return callbacks
 
 

@@ -20,7 +20,7 @@ from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
 from ..generation.command import Weights, run_on_ranks
 from ..layers import IGNORE
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
 from .run_data import HeldOut, check_tokenizer
@@ -39,26 +39,25 @@ class Evaluator:
 
     The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
     random state does not change. If the number of samples is not a multiple of the data ranks, the last ranks
-    get additional rows that do not count; ``open_held_out`` has none for a user's loss. ``named``: the loss
-    takes tensors by name, as of ``MicroBatches``.
+    get additional rows that do not count; ``open_held_out`` has none for a user's loss.
     """
 
-    def __init__(self, step: Step, held_out: HeldOut, *, named: bool = False) -> None:
-        self.step, self.held_out, self.state, self.named = step, held_out, step.state, named
+    def __init__(self, step: Step, held_out: HeldOut) -> None:
+        self.step, self.held_out, self.state = step, held_out, step.state
 
     def __call__(self) -> float:
         held_out, size, batches = self.held_out, self.step.micro_batch, self.held_out.batches
         share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
-        if self.named:
-            rows = self._rows(share)
-            batch = rows if isinstance(rows, dict) else rows.samples()
-        else:
+        if isinstance(self.step.loss, TokenLoss):
             assert isinstance(batches, GlobalBatches)
             counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
             starts = range(share.start, share.stop, size)
             parts = (self._rows(range(start, min(start + size, share.stop))) for start in starts)
             labels = batches.count_labels(0, counted)
-            batch = BatchParts(len(share), batches.sequence_length, labels, parts)
+            batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
+        else:  # tensors by name
+            rows = self._rows(share)
+            batch = rows if isinstance(rows, dict) else rows.samples()
         return float(self.step.evaluate(batch).loss)
 
     def _rows(self, rows: range) -> Any:
@@ -161,8 +160,7 @@ def _open(question: Question, layout: Layout) -> _Opened:
     trained = position.get("sequence_length") if isinstance(position, dict) else None
     trained = trained if isinstance(trained, int) and trained > 0 else None
     length = question.sequence_length or trained or min(_LENGTH, most)
-    if length > most:
-        raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
+    require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
 from ..models import AdaptedFamily, LoraConfig, adapted
-from ..parallel_state import BadInput, initialize
+from ..parallel_state import BadInput, initialize, require
 from ..recipes.sections import LoraSection
 from ..runs.launch import own_rank
 
@@ -24,10 +24,10 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     family, idle = stated.of_trained(base.model_config)
     if lora.init_from is None:
         family.check(base.model_config, "recipe: lora")
-    elif idle:
+    else:
         expected = "adapters of modules that a loss of tokens reads"
         todo = "`trilith merge-lora` adds such adapters to the weights"
-        raise BadInput("recipe", "lora.init_from", expected=expected, found=idle[0], todo=todo)
+        require(not idle, "recipe", "lora.init_from", expected, idle and idle[0], todo)
     return family, stored_adapter(family, base, whole=own_rank() == 0)
 
 

@@ -7,7 +7,6 @@ A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host,
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..layers.host_numbers import change_alike
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import BadInput, Layout, ParallelState, require
 from ..parallel_state.engine import accelerator, map_tensors, tensors_in
+from .own.code import signature_of
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -100,8 +100,7 @@ class Loss(ABC):
 
         Raises ``BadInput``; the step then refuses on every rank alike.
         """
-        if not isinstance(batch, Mapping):
-            raise BadInput("batch", expected="tensors by name", found=type(batch).__name__)
+        require(isinstance(batch, Mapping), "batch", None, "tensors by name", type(batch).__name__)
         return batch
 
     @abstractmethod
@@ -148,17 +147,13 @@ class FunctionLoss(Loss):
         sequence: Mapping[str, int] | None = None,
     ) -> None:
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
-        self.count = None if count is None else self._count
+        self.count = None if count is None else lambda samples: {"loss": count(samples)}
 
     def for_state(self, state: ParallelState) -> FunctionLoss:
-        if "state" not in inspect.signature(self.function).parameters:
+        if "state" not in signature_of(self.function).parameters:
             return self
         function = partial(self.function, state=state)
         return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
-
-    def _count(self, samples: Samples) -> Mapping[str, Tensor | float]:
-        assert self.stated_count is not None
-        return {"loss": self.stated_count(samples)}
 
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
         total, count = self._sum_and_count(output, samples)
@@ -182,47 +177,39 @@ class FunctionLoss(Loss):
 
 def as_loss(loss: Any, state: ParallelState) -> Loss:
     """Return the loss of a rank, from a ``Loss`` or from a function; ``BadInput`` if it lacks a part."""
-    if not callable(loss):
-        raise BadInput("step", "loss", expected="a Loss, or a function", found=type(loss).__name__)
+    require(callable(loss), "step", "loss", "a Loss, or a function", type(loss).__name__)
     own = (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
     name = type(own).__name__
-    if own.count is None and [*own.terms] != ["loss"]:
-        todo = "A loss that counts with its sums has one term, loss"
-        raise BadInput("step", f"{name}.count", expected="a method", found="none", todo=todo)
-    if own.collect is not None and own.whole_step is None:
-        raise BadInput("step", f"{name}.whole_step", expected="a method, beside collect", found="none")
+    counts, todo = own.count is not None, "A loss that counts with its sums has one term, loss"
+    require(counts or [*own.terms] == ["loss"], "step", f"{name}.count", "a method", "none", todo)
+    whole = own.collect is None or own.whole_step is not None
+    require(whole, "step", f"{name}.whole_step", "a method, beside collect", "none")
     return own
 
 
 def refuse_uncut(loss: Loss, layout: Layout) -> None:
     """Refuse context ranks for a loss that does not say what they cut."""
-    if layout.context > 1 and not loss.sequence:
-        raise BadInput(
-            "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
-            todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
-            "model's attention must look at other ranks' keys",
-        )  # fmt: skip
+    require(
+        layout.context == 1 or loss.sequence, "layout", "context", "1 for a loss that names no sequence",
+        layout.context, 'FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and '
+        "the model's attention must look at other ranks' keys",
+    )  # fmt: skip
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
     """Return the sum and the count that a loss returned; ``BadInput`` unless they are a scalar and a
     number.
     """
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
-        description = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
-        if pair:
-            description = " and ".join(
-                f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
-                for item in returned
-            )
-        elif isinstance(returned, Tensor):
-            description = f"one tensor of shape {tuple(returned.shape)}"
-        raise BadInput(
-            "step", "loss", expected="the sum of the losses, a scalar tensor, and their number",
-            found=description or type(returned).__name__, todo=_TODO,
-        )  # fmt: skip
-    total, count = returned
+    numbers = returned if isinstance(returned, tuple) else (returned,)
+    pair: tuple[Any, Any] = numbers if len(numbers) == 2 else (None, None)
+    total, count = pair
+    if not isinstance(total, Tensor) or total.ndim or not _is_number(count):
+        shown = " and ".join(
+            f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            for x in numbers
+        )
+        expected = "the sum of the losses, a scalar tensor, and their number"
+        raise BadInput("step", "loss", expected=expected, found=shown, todo=_TODO)
     return total, count
 
 

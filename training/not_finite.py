@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import find_blocks
-from ..parallel_state import ParallelState, PeerFailed, declarations
+from ..parallel_state import ParallelState, PeerFailed, declarations, together
 from ..parallel_state.engine import local_data
 from ..system import whole_number
 from .step import Step
@@ -51,14 +50,11 @@ def find_first_non_finite(step: Step, number: int, batch: Any) -> NoReturn:
     if seen:
         weights = model.get_submodule(seen[0].module).parameters()
         mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(weight)) for weight in weights))
-    origins: list[Origin | None] = [None] * state.layout.world
-    dist.all_gather_object(origins, mine)
-    first = min((origin for origin in origins if origin is not None), default=None)
+    first = min(filter(None, together(lambda: mine, state)), default=None)
     if first is not None:
         what = f"rank {first.rank}: the output of {first.module or 'the model'}"
     else:
-        gradients: list[tuple[float, str] | None] = [None] * state.layout.world
-        dist.all_gather_object(gradients, last_not_finite(model, state=state))
+        gradients = together(lambda: last_not_finite(model, state=state), state)
         # The last in the model; of its ranks the first, since the data axes are summed by now.
         named = [(-last[0], rank, last[1]) for rank, last in enumerate(gradients) if last is not None]
         what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"

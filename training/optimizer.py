@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..models import Family, ModelConfig
 from ..models.patterns import compiled
-from ..parallel_state import BadInput, buffer_names, declarations
+from ..parallel_state import BadInput, buffer_names, declarations, require
 from ..parallel_state.engine import AdamW, is_dtensor
 from ..recipes.section import ParameterGroup
 from ..system import whole_number
@@ -32,6 +32,13 @@ def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         if link.ours not in fixed:
             names[link.ours] = (*names.get(link.ours, ()), link.hf)
     return names
+
+
+def groups_of(
+    groups: Sequence[ParameterGroup], family: Family, config: ModelConfig
+) -> dict[str, ParameterGroup]:
+    """Map our names to a recipe's groups. Without groups no name is made: a large mixture has 45,000."""
+    return assign(groups, names_of(family, config)) if groups else {}
 
 
 def assign(
@@ -63,9 +70,8 @@ def assign(
             expected = "a parameter that no group before it takes"
             raise refused(expected=expected, found=f"{group.match!r}, {taken}", todo=todo)
         assigned |= dict.fromkeys(left, group)
-    if names and all(name in assigned and assigned[name].freeze for name in names):
-        expected = "a parameter that is not frozen"
-        raise BadInput(where, "optimizer.groups", expected=expected, found="all of them frozen")
+    trains = not names or not all(name in assigned and assigned[name].freeze for name in names)
+    require(trains, where, "optimizer.groups", "a parameter that is not frozen", "all of them frozen")
     return assigned
 
 

@@ -14,7 +14,7 @@ from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..layers import find_blocks, set_attention_backend
 from ..models import Family, ModelConfig
-from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
+from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState, require
 from ..pipeline import Stages
 from ..recipes.recipe import Recipe
 from ..recipes.section import ParameterGroup
@@ -24,7 +24,7 @@ from ..simulation.without_numbers import shapes_only
 from ..system.user_errors import asked
 from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
-from .own.code import OwnCode, call_own, check_keywords, own_code
+from .own.code import OwnCode, call_own, check_keywords, own_code, signature_of
 from .own.module import OwnConfig, OwnFamily
 from .precision import multiply_in_float8
 from .run_data import open_data
@@ -62,9 +62,9 @@ class OwnParts:
         _check_dims(self.samples, loss.sequence, "loss.module")
         for name in loss.sequence.keys() & self.samples.keys():
             dim = loss.sequence[name]
-            if (length := self.samples[name].shape[dim]) != self.length:
-                expected = f"{length}, dim {dim} of {name}, which context ranks cut"
-                raise BadInput("recipe", "data.sequence_length", expected=expected, found=self.length)
+            length = self.samples[name].shape[dim]
+            expected = f"{length}, dim {dim} of {name}, which context ranks cut"
+            require(length == self.length, "recipe", "data.sequence_length", expected, self.length)
         _check_exchange(family, config, layout, self.samples, loss.sequence)
 
 
@@ -131,37 +131,28 @@ def own_loss(recipe: Recipe) -> Any:
     if isinstance(entry, type) and issubclass(entry, Loss):
         return call_own(code, arguments, key, within="loss.module")
     if isinstance(entry, Loss):
-        if arguments:
-            raise BadInput("recipe", key, expected="none for an object", found=", ".join(arguments))
+        require(not arguments, "recipe", key, "none for an object", ", ".join(arguments))
         if isinstance(entry, FunctionLoss):
-            _check_called(entry.function, {})
+            _check_called(code._replace(entry=entry.function), {})
         return entry
-    if not callable(entry) or isinstance(entry, type):
-        kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
-        expected = "a Loss, a class of it, or a function of (output, samples)"
-        raise BadInput("recipe", "loss.module", expected=expected, found=kind)
-    check_keywords(code, arguments, key)
-    _check_called(entry, arguments)
+    kind, is_type = getattr(entry, "__name__", type(entry).__name__), isinstance(entry, type)
+    expected = "a Loss, a class of it, or a function of (output, samples)"
+    require(callable(entry) and not is_type, "recipe", "loss.module", expected, kind)
+    _check_called(code, arguments)
     return partial(entry, **arguments) if arguments else entry
 
 
-def _check_called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def _check_called(code: OwnCode, arguments: Mapping[str, Any]) -> None:
     """Refuse a loss that cannot be called with an output, samples and these arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not known to Python
-        return
-    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-    state = {"state": None} if "state" in signature.parameters else {}
+    signature = signature_of(code.entry)
     try:
         signature.bind_partial(None, None)
     except TypeError:
+        shown = f"{getattr(code.entry, '__name__', type(code.entry).__name__)}{signature}"
         expected = "a function of (output, samples)"
         raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
-    try:
-        signature.bind(None, None, **{**arguments, **state})
-    except TypeError as error:
-        raise BadInput("recipe", "loss.arguments", expected=f"those of {shown}", found=error) from None
+    state = {"state": None} if "state" in signature.parameters else {}
+    check_keywords(code, arguments, "loss.arguments", None, None, **state)
 
 
 def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> None:
@@ -177,18 +168,17 @@ def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> N
         and parameter.default is parameter.empty
     ]
     for name in [*([] if first is None else [first]), *asked]:
-        if name not in samples:
-            todo = "The keywords of forward name the samples that it is given"
-            expected, actual = f"a sample {name}, which the model's forward takes", ", ".join(samples)
-            raise BadInput("recipe", key, expected=expected, found=actual, todo=todo)
+        todo = "The keywords of forward name the samples that it is given"
+        expected = f"a sample {name}, which the model's forward takes"
+        require(name in samples, "recipe", key, expected, ", ".join(samples), todo)
 
 
 def _check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str) -> None:
     """Refuse a dim of the sequence that a sample lacks."""
     for name in dims.keys() & samples.keys():
         dim, count = dims[name], samples[name].ndim
-        if type(dim) is not int or not -count <= dim < count:
-            raise BadInput("recipe", key, expected=f"a dim of {name}, which has {count}", found=repr(dim))
+        is_dim = type(dim) is int and -count <= dim < count
+        require(is_dim, "recipe", key, f"a dim of {name}, which has {count}", repr(dim))
 
 
 def check_held_out(
@@ -233,12 +223,11 @@ def _check_exchange(
             for hook in hooks:
                 hook.remove()
     apart = next((path for path, exchanges in sent.items() if not exchanges), None)
-    if apart is not None or not sent:
-        raise BadInput(
-            "recipe", "layout.context", found=layout.context,
-            expected=f"1: {apart or 'the model'} sends nothing between context ranks",
-            todo="A block's tokens see those of other ranks by trilith's causal_attention",
-        )  # fmt: skip
+    require(
+        apart is None and sent, "recipe", "layout.context",
+        f"1: {apart or 'the model'} sends nothing between context ranks", layout.context,
+        "A block's tokens see those of other ranks by trilith's causal_attention",
+    )  # fmt: skip
 
 
 def _cut(sample: Tensor, dim: int | None, ranks: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.base.hugging_face_names import Link
-from ..parallel_state import declarations
+from ..parallel_state import declarations, together
 from ..parallel_state.engine import local_data
 from ..runs.metrics import StepLog, StepMetrics
 from .callbacks import Callback
@@ -48,9 +48,7 @@ class NormLog(Callback):
         self.model, self.state = trainer.model, trainer.state
         links = trainer.plan.family.links_of_all(trainer.plan.config)
         self.names = hugging_face_names(self.model, links)
-        everywhere: list[list[str] | None] = [None] * self.state.layout.world
-        dist.all_gather_object(everywhere, sorted(set(self.names.values())))
-        self.all = sorted({name for names in everywhere for name in names or ()})
+        self.all = sorted(set[str]().union(*together(lambda: {*self.names.values()}, self.state)))
         if self.activations:
             self.blocks = [_block_name(links, i) for i in range(self.model.config.num_hidden_layers)]
             for number, block in self.model.layers.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import use_float8
-from ..parallel_state import BadInput, ParallelState, engine
+from ..parallel_state import ParallelState, engine, require
 from ..parallel_state.engine import accelerator, is_dtensor, local_data
 from ..recipes.recipe import Recipe
 
@@ -69,9 +69,8 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -
     scaling, device = recipe.float8_scaling or "tensorwise", state.device
     if accelerator.is_accelerator(device):
         needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
-        if capability < needed:
-            expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
-            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*capability))
+        expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
+        require(capability >= needed, "recipe", "compute", expected, "{}.{}".format(*capability))
     return use_float8(model, scaling)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoints import Contents, Described, Progress, contents_of
 from ..data.batches import GlobalBatches
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput, ParallelState, require
 from ..parallel_state.collective_errors import together
 from ..recipes.recipe import Recipe
 from .run_plan import RunPlan
@@ -35,12 +35,9 @@ def check_progress(
     """Refuse to resume from ``newest`` with other samples, with samples in another order, or with other
     arguments of a user's module; say what else of his own code has changed.
     """
-    if progress.step > recipe.steps:
-        raise BadInput(
-            "recipe", "steps", expected=f"at least {progress.step}, the step of {newest}",
-            found=recipe.steps,
-            todo="Ask for more steps, or start a new run in another folder (out)",
-        )  # fmt: skip
+    todo = "Ask for more steps, or start a new run in another folder (out)"
+    expected = f"at least {progress.step}, the step of {newest}"
+    require(progress.step <= recipe.steps, "recipe", "steps", expected, recipe.steps, todo)
     if not progress.data:  # of another project, converted
         say(f"{newest} states no data: the samples are those of step {progress.step} here")
         return
@@ -73,12 +70,11 @@ def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> No
     first, *others = together(lambda: facts, state)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
-            if other.get(key) != value:
-                raise BadInput(
-                    "recipe", key, expected=f"{value}, the same on every rank",
-                    found=f"rank {rank}: {other.get(key)}",
-                    todo="Copy the files of one host to all, or name them in a folder that all share",
-                )  # fmt: skip
+            require(
+                other.get(key) == value, "recipe", key, f"{value}, the same on every rank",
+                f"rank {rank}: {other.get(key)}",
+                "Copy the files of one host to all, or name them in a folder that all share",
+            )  # fmt: skip
 
 
 def contents_of_run(plan: RunPlan, model: nn.Module, state: ParallelState) -> Contents:

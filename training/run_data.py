@@ -10,7 +10,7 @@ from ..data.text.tokenizer_identity import give_the_same_ids
 from ..data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
-from ..parallel_state import BadInput, MachineFailed
+from ..parallel_state import BadInput, MachineFailed, require
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, EvaluationSection
 from ..storage import VOCABULARIES, companions_in
@@ -46,10 +46,10 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if isinstance(rows, GlobalBatches):
         check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
-    if recipe.loss is not None and samples % unit:  # it would count rows that fill up the last one
+    if recipe.loss is not None:  # it would count rows that fill up the last one
         there = counted(rows.samples, "row" if isinstance(rows, GlobalBatches) else "item")
         expected = f"a multiple of data x micro_batch = {unit}, of {there}"
-        raise BadInput("recipe", "evaluation.samples", expected=expected, found=samples)
+        require(samples % unit == 0, "recipe", "evaluation.samples", expected, samples)
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
@@ -140,9 +140,8 @@ def _opened(
     stated = section.tokens if section.module is None else section.module
     assert stated is not None
     names = [stated] if isinstance(stated, str) else stated
-    if weights is not None and len(weights) != len(names):
-        expected = f"{counted(len(names), 'number')}, one a file"
-        raise BadInput("recipe", "data.weights", expected=expected, found=weights)
+    one_each = weights is None or len(weights) == len(names)
+    require(one_each, "recipe", "data.weights", f"{counted(len(names), 'number')}, one a file", weights)
     if section.module is None:
         files = [TokenFile.open(Path(name)) for name in names]
         mixture = list(zip(files, weights or [float(len(file.tokens)) for file in files], strict=True))
@@ -155,9 +154,8 @@ def _opened(
     sources = []
     for name, keywords in zip(names, keywords_of, strict=True):
         code = own_code(name, f"{key}.module")
-        if not callable(code.entry):
-            expected, kind = "a class, or a function that makes a data set", type(code.entry).__name__
-            raise BadInput("recipe", f"{key}.module", expected=expected, found=kind)
+        expected, kind = "a class, or a function that makes a data set", type(code.entry).__name__
+        require(callable(code.entry), "recipe", f"{key}.module", expected, kind)
         source = call_own(code, keywords, f"{key}.arguments", within=f"{key}.module")
         shown = json.dumps(keywords, sort_keys=True, default=str)
         sources.append((source, f"{name.rpartition(':')[2]}({shown}) of a file with SHA-256 {code.digest}"))

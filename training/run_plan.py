@@ -11,7 +11,7 @@ from ..data.items import ItemBatches
 from ..data.token_index import check_vocabulary
 from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
-from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state import BadInput, ParallelState, dtype_named, require
 from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
 from ..recipes.checks import check_experts
@@ -28,7 +28,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
-from .optimizer import assign, freeze, names_of
+from .optimizer import freeze, groups_of
 from .own.module import own_family
 from .own_parts import OwnParts, check_held_out, own_parts
 from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
@@ -83,10 +83,9 @@ def plan(recipe: Recipe) -> Plan:
             implementation=recipe.model.implementation,
             whole=own_rank() == 0,
         )
-        if source.adapter is not None:
-            todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
-            kind = "LoRA adapters"
-            raise BadInput(source.path, "model.init_from", expected="a whole model", found=kind, todo=todo)
+        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
+        whole = source.adapter is None
+        require(whole, source.path, "model.init_from", "a whole model", "LoRA adapters", todo)
         raw: Mapping[str, Any] = source.config
         companions = list(source.companions)
         where = file_in(recipe.model.init_from, CONFIG)
@@ -101,9 +100,9 @@ def plan(recipe: Recipe) -> Plan:
     if source is not None and recipe.model.config is not None:
         _check_stated(recipe, family, config, where)
     _check_mtp(recipe, config, where)
-    if recipe.data.sequence_length > config.max_position_embeddings:
-        expected = f"at most the model's {config.max_position_embeddings} positions"
-        raise BadInput("recipe", "data.sequence_length", expected=expected, found=recipe.data.sequence_length)
+    length, positions = recipe.data.sequence_length, config.max_position_embeddings
+    expected = f"at most the model's {positions} positions"
+    require(length <= positions, "recipe", "data.sequence_length", expected, length)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=recipe.lora is not None)
     adapter: StoredAdapter | None = None
@@ -113,10 +112,10 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
-    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout_section.split)
+    cut = cut_stages(family, config, layout, length, split=recipe.layout_section.split)
     one_block_of_each_kind(family, config, layout)  # and the ends: they refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
-    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    groups = groups_of(recipe.optimizer.groups, family, config)
     return Plan(
         family, config, hf_config, companions, source, adapter, groups,
         cut=cut, loss_chunk=loss_chunk_of(recipe, config),
@@ -126,7 +125,7 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
-    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    groups = groups_of(recipe.optimizer.groups, family, config)
     own = own_parts(recipe, family, config, groups)
     family = replace(family, parts=own)
     family.check_layout(config, layout)
@@ -142,17 +141,13 @@ def _plan_own(recipe: Recipe) -> Plan:
 
 def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     """Return the number of tokens whose logits exist at once: the recipe's, or what suits the run's sizes."""
-    memory, layout, name = recipe.memory, recipe.layout, recipe.layout_section.schedule
+    chunk, layout, name = recipe.memory.loss_chunk, recipe.layout, recipe.layout_section.schedule
     if not config.head_is_last:  # what comes after the output layer is not known
-        if memory.loss_chunk not in ("auto", 0):
-            todo, chunk = (
-                "What this model computes after its output layer is transformers' own",
-                memory.loss_chunk,
-            )
-            raise BadInput("recipe", "memory.loss_chunk", expected="0 or auto", found=chunk, todo=todo)
+        todo = "What this model computes after its output layer is transformers' own"
+        require(chunk in ("auto", 0), "recipe", "memory.loss_chunk", "0 or auto", chunk, todo)
         return 0
-    if memory.loss_chunk != "auto":
-        return memory.loss_chunk
+    if chunk != "auto":
+        return chunk
     if layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards):
         return 0  # micro-batches wait for their backward, and each would hold a gradient of the output layer
     return automatic_chunk(
@@ -258,19 +253,16 @@ def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: st
     raw = read_config(recipe.model)
     stated = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
     there, wanted = config.model_dump(), stated.model_dump()
-    if type(stated) is not type(config):
-        raise BadInput(where, "model_type", expected=raw["model_type"], found=family.model_type)
+    same = type(stated) is type(config)
+    require(same, where, "model_type", raw["model_type"], family.model_type)
     for key, value in wanted.items():
-        if there[key] != value:
-            todo = "model.config in the recipe states what model.init_from must hold"
-            raise BadInput(where, key, expected=value, found=there[key], todo=todo)
+        todo = "model.config in the recipe states what model.init_from must hold"
+        require(there[key] == value, where, key, value, there[key], todo)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return a tokenizer folder's files, which are copied along with the weights."""
-    if not folder.is_dir():
-        raise BadInput(folder, expected="a tokenizer folder", found="no folder")
+    require(folder.is_dir(), folder, None, "a tokenizer folder", "no folder")
     companions = companions_in(folder)
-    if not companions:
-        raise BadInput(folder, expected="a tokenizer folder", found="a folder without a tokenizer's files")
+    require(companions, folder, None, "a tokenizer folder", "a folder without a tokenizer's files")
     return companions

@@ -7,26 +7,24 @@ from torch import Tensor
 
 from ..layers import cut_sequence
 from ..layers.host_numbers import change_alike
-from ..parallel_state import BadInput, ParallelState, alone_or
+from ..parallel_state import ParallelState, alone_or, require
 from ..pipeline.stages import Samples as Samples
 
 
 def count_samples(samples: Samples) -> int:
     """Return the number of samples; ``BadInput`` if there are none, or if tensors differ in this number."""
     for name, sample in samples.items():
-        if not isinstance(sample, Tensor) or not sample.ndim:
-            kind = "a tensor without dims" if isinstance(sample, Tensor) else type(sample).__name__
-            raise BadInput(
-                "batch", name, expected="a tensor with the samples on dim 0", found=kind,
-                todo="Give it a row for each sample; one value for all belongs to the model or the loss",
-            )  # fmt: skip
+        kind = "a tensor without dims" if isinstance(sample, Tensor) else type(sample).__name__
+        require(
+            isinstance(sample, Tensor) and sample.ndim, "batch", name,
+            "a tensor with the samples on dim 0", kind,
+            "Give it a row for each sample; one value for all belongs to the model or the loss",
+        )  # fmt: skip
     counts = {name: len(sample) for name, sample in samples.items()}
-    if len(set(counts.values())) != 1:
-        raise BadInput(
-            "batch", expected="tensors with the same number of samples on dim 0", found=counts or "none"
-        )
-    if not (count := next(iter(counts.values()))):
-        raise BadInput("batch", "samples", expected="at least one", found=count)
+    expected = "tensors with the same number of samples on dim 0"
+    require(len(set(counts.values())) == 1, "batch", None, expected, counts or "none")
+    count = next(iter(counts.values()))
+    require(count, "batch", "samples", "at least one", count)
     return count
 
 
@@ -39,8 +37,7 @@ def shard_batch(samples: Samples, state: ParallelState | None = None) -> dict[st
     """Return this data rank's equal piece of a whole batch; raise ``BadInput`` if it cannot be cut evenly."""
     state = alone_or(state)
     count, data = count_samples(samples), state.layout.data
-    if count % data:
-        raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=count)
+    require(count % data == 0, "batch", "samples", f"a multiple of data={data}", count)
     return some_samples(samples, state.data_index * (count // data), count // data)
 
 

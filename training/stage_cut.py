@@ -90,8 +90,8 @@ def cut_by_cost(blocks: Sequence[float], stages: int) -> list[int]:
     """
     assert 1 <= stages <= len(blocks), (stages, len(blocks))
     sums = [0.0, *accumulate(blocks)]
-    even = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
-    least = _best(sums, stages, max(stage_costs(even, blocks)) * (1 + 1e-12), squares=False)[0]
+    even = max(stage_costs(split_blocks(len(blocks), stages), blocks))
+    least = _best(sums, stages, even * (1 + 1e-12), squares=False)[0]
     return _best(sums, stages, least * (1 + 1e-12), squares=True)[1]
 
 

@@ -22,6 +22,7 @@ from ..parallel_state import (
     has_gradients,
     refuse_foreign,
     refuse_untrained,
+    require,
     state_of,
 )
 from ..parallel_state.engine import fsdp_modules, is_sharded
@@ -60,9 +61,8 @@ class Step:
         unused: str | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        if type(micro_batch) is not int or micro_batch < 1:
-            expected = "a whole number of 1 or more"
-            raise BadInput("step", "micro_batch", expected=expected, found=repr(micro_batch))
+        whole = type(micro_batch) is int and micro_batch >= 1
+        require(whole, "step", "micro_batch", "a whole number of 1 or more", repr(micro_batch))
         try:
             re.compile(unused or "")
         except re.error as error:
@@ -75,9 +75,8 @@ class Step:
         self.device = self.state.device
         if self.state.mesh is None:  # one device, which may be another than the host
             self.device = next((parameter.device for parameter in model.parameters()), self.device)
-        if micro_batch % self.loss.group:
-            expected = f"a multiple of {self.loss.group}, the rows that the loss takes together"
-            raise BadInput("step", "micro_batch", expected=expected, found=micro_batch)
+        expected = f"a multiple of {self.loss.group}, the rows that the loss takes together"
+        require(micro_batch % self.loss.group == 0, "step", "micro_batch", expected, micro_batch)
         self._check_model()
         least = schedule_kind(schedule).least_micro_batches(self.state.layout.pipeline)
         check_schedule(schedule, self.state.layout, least)
@@ -172,19 +171,15 @@ class Step:
         check_state(model, self.state, "step")
         if dist.is_initialized() and dist.get_world_size() > layout.world:
             refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
-        if data > 1 and not is_sharded(model):
-            todo = "Call shard_over_data(model, state, Precision(...)) before"
-            expected = f"one shared over data={data}"
-            raise BadInput("step", "model", expected=expected, found="none", todo=todo)
+        todo = "Call shard_over_data(model, state, Precision(...)) before"
+        shared = data == 1 or is_sharded(model)
+        require(shared, "step", "model", f"one shared over data={data}", "none", todo)
         refuse_uncut(self.loss, layout)
         for name, router in () if self.loss.count is not None else routers(model):
-            if router.balance or router.z_loss:
-                raise BadInput(
-                    "step", f"{name}.balance",
-                    expected="0: the number of a step's losses is known only at its end",
-                    found=router.balance or router.z_loss,
-                    todo="State it before: FunctionLoss(loss, count=...)",
-                )  # fmt: skip
+            factor = router.balance or router.z_loss
+            expected = "0: the number of a step's losses is known only at its end"
+            todo = "State it before: FunctionLoss(loss, count=...)"
+            require(not factor, "step", f"{name}.balance", expected, factor, todo)
 
     def _agree(self, batch: Any, loss: Loss, scale: float | None = None) -> StepInputs:
         """Check and count samples on the host, agree over all ranks, cut the samples and copy them.
@@ -199,11 +194,11 @@ class Step:
             parts = batch if isinstance(batch, BatchParts) else None
             samples = {} if parts else dict(loss.prepare(batch))
             rows, first = parts.rows if parts else count_samples(samples), self.stages.first_input
-            if first is not None and not parts and first not in samples:
-                raise BadInput("batch", first, expected="the model's first input", found=", ".join(samples))
-            if rows % self.micro_batch and (training or not self.stages.states_shapes):
+            has_first = first is None or parts or first in samples
+            require(has_first, "batch", first, "the model's first input", ", ".join(samples))
+            if training or not self.stages.states_shapes:
                 expected = f"a divisor of the {counted(rows, 'sample')} of a data rank"
-                raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
+                require(rows % self.micro_batch == 0, "step", "micro_batch", expected, self.micro_batch)
             counts, counts_here = nothing, state.counts_here and state.at.pipeline == 0
             if parts:
                 if loss.count_labels is None:

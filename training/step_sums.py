@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput, ParallelState, require
 from .loss import Fault, Loss, Scales, Sums
 from .samples import Samples, count_samples, some_samples
 
@@ -51,10 +51,8 @@ class StepReport:
             total = StepReport(dict(zip(self.counts, sums[len(flags) :], strict=True)), *sums[: len(flags)])
         if refusal is not None:
             raise refusal
-        if total.refused:
-            raise BadInput(
-                "batch", expected="one that each rank can use", found="one that another rank refused"
-            )
+        refused = "one that another rank refused"
+        require(not total.refused, "batch", None, "one that each rank can use", refused)
         if total.rows**2 != world * total.rows_squared:  # only of equal numbers is it the mean of squares
             extremes = torch.tensor([self.rows, -self.rows])
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -63,12 +61,10 @@ class StepReport:
                 "batch", "samples", expected="the same number on each data rank",
                 found=f"from {least} to {most}", todo="shard_batch cuts a whole batch into equal pieces",
             )  # fmt: skip
-        if total.stale:
-            raise BadInput(
-                "step", "gradients", expected="none, or zeros, before a step",
-                found="those of an earlier step",
-                todo="Call optimizer.zero_grad() after each update; one call takes all samples of a step",
-            )  # fmt: skip
+        require(
+            not total.stale, "step", "gradients", "none, or zeros, before a step", "those of an earlier step",
+            "Call optimizer.zero_grad() after each update; one call takes all samples of a step",
+        )  # fmt: skip
         return replace(total, rows=self.rows)
 
 
@@ -98,14 +94,12 @@ class StepInputs:
 def checked_counts(loss: Loss, counts: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return the counts of the loss's terms, in their order, on the host; ``BadInput`` for what is none."""
     names = [*loss.terms]
-    if counts.keys() != loss.terms.keys():
-        expected, counted = f"a count of each term, {', '.join(names)}", ", ".join(counts) or "none"
-        raise BadInput("step", "loss.count", expected=expected, found=counted)
+    expected = f"a count of each term, {', '.join(names)}"
+    require(counts.keys() == {*names}, "step", "loss.count", expected, ", ".join(counts) or "none")
     numbers = {name: float(counts[name]) for name in names}
     for name, number in numbers.items():
-        if not math.isfinite(number) or number < 0:
-            expected = "a count that is finite and not below 0"
-            raise BadInput("step", f"loss.{name}", expected=expected, found=number)
+        counts_rows = math.isfinite(number) and number >= 0
+        require(counts_rows, "step", f"loss.{name}", "a count that is finite and not below 0", number)
     return numbers
 
 
@@ -126,8 +120,7 @@ class StepResult(NamedTuple):
     def refuse_faults(self, checks: Sequence[float]) -> None:
         """Raise ``BadInput`` for a fault of the loss. ``checks``: on the host; all ranks call it alike."""
         for fault, ranks in zip(self.faults, checks[2:], strict=True):
-            if ranks:
-                raise BadInput("step", "loss", expected=fault.expected, found=fault.found, todo=fault.todo)
+            require(not ranks, "step", "loss", fault.expected, fault.found, fault.todo)
 
 
 class StepSums:

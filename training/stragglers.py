@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, together
 from ..parallel_state.engine import Waited, waiting_time
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
@@ -58,8 +58,7 @@ class Stragglers(Callback):
         dist.all_gather(gathered, own)
         seconds = [float(time) for time in gathered]
         if not self._hosts:
-            self._hosts = [""] * layout.world
-            dist.all_gather_object(self._hosts, socket.gethostname())
+            self._hosts = together(socket.gethostname, self._state)
         if self._times is None:
             on_one_host = self._state.device.type == "cpu" and len(set(self._hosts)) == 1
             self._times = 0.0 if on_one_host else _SLOW

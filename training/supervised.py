@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoints.find import STRICT
 from ..models import AdaptedFamily
-from ..parallel_state import BadInput, dtype_named, launched
+from ..parallel_state import BadInput, dtype_named, launched, require
 from ..parallel_state.host_memory import check_host_memory
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.flight_recorder import keeping_nccl_record
@@ -96,10 +96,11 @@ def run(
         train(plan)
         return 0
     ranks_to_start = counted(layout.world, "rank")
-    if trackers or callbacks:
-        expected, todo = "ranks that torchrun has started, or one rank", "Start your script with torchrun"
-        key, started = "trackers" if trackers else "callbacks", f"{ranks_to_start} to start, which cannot be "
-        raise BadInput("run", key, expected=expected, found=f"{started}handed an object", todo=todo)
+    require(
+        not trackers and not callbacks, "run", "trackers" if trackers else "callbacks",
+        "ranks that torchrun has started, or one rank",
+        f"{ranks_to_start} to start, which cannot be handed an object", "Start your script with torchrun",
+    )  # fmt: skip
     if file is None:
         expected = f"a file, which the {ranks_to_start} can read"
         todo = "Give the file's name, or start the ranks with torchrun"

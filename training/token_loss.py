@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..data.batch import Batch, tokens_ahead
 from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
-from ..parallel_state import BadInput
+from ..parallel_state import require
 from .loss import Loss, Scales, Sums, Term
 from .samples import Samples
 
@@ -52,8 +52,7 @@ class TokenLoss(Loss):
         return terms | {"mtp": Term(self.mtp / self.blocks, in_total=False)} if self.blocks else terms
 
     def prepare(self, batch: Batch) -> Samples:
-        if not isinstance(batch, Batch):
-            raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
+        require(isinstance(batch, Batch), "batch", None, "a Batch", type(batch).__name__)
         length = batch.check_form().input_ids.shape[1]
         self.model.state.layout.check_length(length, "recipe", "sequence_length")
         samples = batch.check_ids(self.model.config.vocab_size).samples()

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import Refused, refusals
+from torch.distributed.pipelining.schedules import get_schedule_class
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
-from trilith.pipeline.driver import SCHEDULE_CLASSES, neighbours
+from trilith.pipeline.driver import neighbours
 from trilith.pipeline.relay import greet
 from trilith.pipeline.schedule_actions import actions
 from trilith.testing import run_parallel
@@ -30,7 +31,7 @@ def order_of_torch(name, layout, micro_batches):
         )
         for number in layout.stages_of(0)
     ]  # fmt: skip
-    order = SCHEDULE_CLASSES[name](seats, micro_batches).pipeline_order
+    order = get_schedule_class(schedule_kind(name).torch_name)(seats, micro_batches).pipeline_order
     letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     found = []
     for rank in range(layout.pipeline):

@@ -617,11 +617,11 @@ ROWS = {
         *("evaluation.module=FILE:Rows", "evaluation.arguments.kind=other", "evaluation.samples=4"),
     ),
     "a loss without its argument": (
-        r"loss.arguments: expected those of weighted\(output, samples, weight\), found missing .*'weight'",
+        r"expected the keywords of weighted\(output, samples, weight\), found missing .*'weight'",
         "loss.module=FILE:weighted",
     ),
     "an argument in the output's place": (
-        r"loss.arguments: expected those of weighted.* found multiple values for argument 'output'",
+        r"expected the keywords of weighted.* found multiple values for argument 'output'",
         *("loss.module=FILE:weighted", "loss.arguments={output = 1, weight = 2}"),
     ),
     "a loss of the output alone": (NO_LOSS, "loss.module=FILE:alone"),

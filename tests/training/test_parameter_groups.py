@@ -14,7 +14,7 @@ from trilith.parallel_state.engine import TorchDispatchMode, local_data, tensors
 from trilith.recipes.section import ParameterGroup
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw
-from trilith.training.optimizer import assign, freeze, names_of, set_learning_rate
+from trilith.training.optimizer import assign, freeze, groups_of, names_of, set_learning_rate
 
 FAMILY = family_of(TINY_LLAMA)
 NAMES = names_of(FAMILY, FAMILY.from_hf(TINY_LLAMA))
@@ -34,6 +34,11 @@ def test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts():
     assert found["embed.weight"].freeze
     assert "layers.0.mlp.down.weight" not in found and "norm.weight" not in found
     assert sum(name.startswith("layers.1.") for name in found) == 13
+
+
+def test_without_groups_no_name_is_made():
+    """Those of a large mixture take a second."""
+    assert groups_of([], None, None) == {}
 
 
 def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it():

@@ -8,9 +8,10 @@ from support.folders import contents
 from support.short_runs import losses, tiny_recipe, train
 from trilith.checkpoints import Manifest, read_source
 from trilith.cli.app import run
-from trilith.parallel_state import BadCheckpoint, ParallelState
+from trilith.parallel_state import BadCheckpoint, ParallelState, PeerFailed
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
+from trilith.runs.metrics import read_metrics
 from trilith.storage.small_files import log_line
 from trilith.testing import RankError
 from trilith.training import Trainer
@@ -46,9 +47,15 @@ def test_a_run_says_on_what_device_it_computes_and_that_it_was_another(make, cap
     assert changes in capfd.readouterr().out
 
 
-def test_a_trainer_notes_the_device_of_its_rank_in_place_of_auto(tmp_path, tokens):
-    recipe = parse_recipe(tiny_recipe(tmp_path / "run", tokens, device="auto"))
-    assert Trainer(recipe, ParallelState.alone(), quiet=True).recipe.device == "cpu"
+def test_a_trainer_on_one_device_needs_no_process_group(tmp_path, tokens):
+    """Neither for norms nor to name what is not finite; it notes its device in place of ``auto``."""
+    changes = {"device": "auto", "watch": {"norms": 1}, "optimizer": {"lr": 1e30, "schedule": "constant"}}
+    recipe = parse_recipe(tiny_recipe(tmp_path / "run", tokens, dtype="float32", **changes))
+    trainer = Trainer(recipe, ParallelState.alone(), quiet=True)
+    assert trainer.recipe.device == "cpu"
+    with pytest.raises(PeerFailed, match=r"step 2: rank 0: the output of .* is not finite"):
+        trainer.run()
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "norms.jsonl")] == [0]
 
 
 def test_weights_alone_start_a_run_in_any_dtype(tmp_path, tokens):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.small_files import read_text
 from ...system import visible
 from ...system.user_errors import asked, refused
@@ -39,8 +39,7 @@ def own_code(name: str, key: str) -> OwnCode:
     """
     file, _, entry = name.rpartition(":")
     path = Path(file)
-    if not path.is_file():
-        raise BadInput("recipe", key, expected="a Python file", found=f"no file {visible(file)}")
+    require(path.is_file(), "recipe", key, "a Python file", f"no file {visible(file)}")
     source = read_text(path)
     digest, place = hashlib.sha256(source.encode()).hexdigest(), str(path.resolve())
     if _ran.get(place, ("",))[0] != digest:
@@ -87,21 +86,17 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
     """
     named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
-    check_keywords(code, arguments, key, beside=named)
+    check_keywords(code, arguments, key, **named)
     shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
     expected = f"one that can be made with ({shown})"[:160]
     return asked(lambda: code.entry(**arguments, **named), within, expected)
 
 
-def check_keywords(
-    code: OwnCode, arguments: Mapping[str, Any], key: str, *, beside: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse an argument that a function or class has no keyword for; and, with all that it is given
-    ``beside``, arguments that are too few.
-    """
-    signature = _signature(code.entry)
+def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *beside: Any, **named: Any) -> None:
+    """Refuse arguments that a function or class cannot be called with, beside what else it is given."""
+    signature = signature_of(code.entry)
     try:
-        (signature.bind_partial if beside is None else signature.bind)(**arguments, **(beside or {}))
+        signature.bind(*beside, **arguments, **named)
     except TypeError as error:
         unknown = next((name for name in arguments if not names(code.entry, name)), "")
         near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)
@@ -112,8 +107,8 @@ def check_keywords(
         ) from None  # fmt: skip
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a signature; of what Python does not know one that takes anything."""
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature; of what Python knows none of, one that takes anything."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -122,5 +117,5 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    parameters = _signature(function).parameters
+    parameters = signature_of(function).parameters
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

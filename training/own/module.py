@@ -14,7 +14,7 @@ from ...layers import Stage, VocabParallelEmbedding, stage_parts
 from ...models import Family, ModelConfig, Rule
 from ...models.base.family import making
 from ...models.base.keys import LARGEST_NUMBER, Whole
-from ...parallel_state import BadInput, Layout, ParallelState, alone_or, declarations
+from ...parallel_state import BadInput, Layout, ParallelState, alone_or, declarations, require
 from ...recipes.recipe import Recipe
 from .code import OwnCode, call_own, names, own_code
 
@@ -65,8 +65,7 @@ class OwnFamily(Family):
 
         with making(dtype, device):
             model = make(state, **({} if split is None else {"split": split}))
-        if not isinstance(model, nn.Module):
-            raise BadInput("recipe", "model.module", expected=_MODULE, found=type(model).__name__)
+        require(isinstance(model, nn.Module), "recipe", "model.module", _MODULE, type(model).__name__)
         stated = {"module": self.code.name, "arguments": arguments}
         describe_build(model, stated, make if names(self.code.entry, "state") else None)
         return model
@@ -82,10 +81,11 @@ class OwnFamily(Family):
         super().check_layout(config, layout)
         models = self.stages_on_meta(config, layout)
         staged = all(isinstance(getattr(model, "stage", None), Stage) for model in models)
-        if layout.pipeline > 1 and not staged:
-            todo = "Keep self.stage = Stage.of(blocks, state=state), and make the blocks of it"
-            expected = "a Stage in its attribute `stage`, with pipeline ranks"
-            raise BadInput("recipe", "model.module", expected=expected, found="none", todo=todo)
+        require(
+            layout.pipeline == 1 or staged, "recipe", "model.module",
+            "a Stage in its attribute `stage`, with pipeline ranks", "none",
+            "Keep self.stage = Stage.of(blocks, state=state), and make the blocks of it",
+        )  # fmt: skip
         if self.parts is not None:
             self.parts.check_layout(self, config, layout)
 
@@ -95,9 +95,8 @@ class OwnFamily(Family):
             raise BadInput("recipe", "layout.split", expected=expected, found=list(split), todo=todo)
         todo = "Data ranks need nothing of it; for the others see docs/your_model.md of the repository"
         for axis in () if names(self.code.entry, "state") else _AXES:
-            if (size := getattr(layout, axis)) > 1:
-                expected = "1 for a class without the keyword state"
-                raise BadInput("recipe", f"layout.{axis}", expected=expected, found=size, todo=todo)
+            size, expected = getattr(layout, axis), "1 for a class without the keyword state"
+            require(size == 1, "recipe", f"layout.{axis}", expected, size, todo)
 
 
 def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
@@ -106,8 +105,8 @@ def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
     assert section.module is not None
     code = own_code(section.module, "model.module")
     kind = code.entry if isinstance(code.entry, type) else type(code.entry)
-    if not callable(code.entry) or (kind is code.entry and not issubclass(kind, nn.Module)):
-        raise BadInput("recipe", "model.module", expected=_MODULE, found=kind.__name__)
+    makes = callable(code.entry) and (kind is not code.entry or issubclass(kind, nn.Module))
+    require(makes, "recipe", "model.module", _MODULE, kind.__name__)
     family = OwnFamily("module", code.entry.__name__, OwnConfig, code.entry, (), code=code)
     try:
         bare = OwnConfig(arguments=json.dumps(section.arguments, sort_keys=True))
