@@ -107,6 +107,6 @@ def contained(
             path,
             expected="a file inside the directory",
             found=f"a link to {real}",
-            todo="Copy the file here, or pass --allow-symlinks if you trust the link",
+            todo="Copy the file here, or, if you trust the link, use `trilith convert --allow-symlinks`",
         )
     return path

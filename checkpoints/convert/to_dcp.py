@@ -17,6 +17,7 @@ from ...models import shapes_of
 from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import LazyTensor
 from ...storage.crc import Checksum
+from ...storage.disk import writing
 from ...storage.dtypes import TORCH
 from ...storage.output_places import check_output
 from ...storage.safetensors_reader import TensorFile
@@ -100,7 +101,11 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
         try:
             dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:  # no ``Exception``; it holds that of each rank
-            raise error.failures[0][0] from None
+            failure = error.failures[0][0]
+            # torch's archive complains of its own length when the disk refuses a write.
+            refused = type(failure) is RuntimeError and isinstance(failure.__context__, OSError)
+            with writing(folder):
+                raise (failure.__context__ if refused else failure) from None
 
 
 def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill]]:
