@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from ..layers import lora_scale
-from ..models import PEFT_PREFIX, AdaptedFamily, LoraConfig, ModelConfig, adapted, implementation_of
+from ..models import (
+    PEFT_PREFIX,
+    AdaptedFamily,
+    Implementation,
+    LoraConfig,
+    ModelConfig,
+    adapted,
+    implementation_of,
+)
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, first_difference, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
@@ -83,13 +91,19 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
 
 def base_for(adapter: str | Path, base: Source) -> Source:
     """Return the base as adapters' checkpoint has it: computed by the zoo's code, or by transformers'."""
+    here = implementation_of(base.config)
+    implementation = base_implementation(adapter) or here
+    return base if implementation == here else read_source(base.path, implementation=implementation)
+
+
+def base_implementation(adapter: str | Path) -> Implementation | None:
+    """Return whose code computed the base of adapters' checkpoint; ``None`` for a PEFT folder, which fits
+    either.
+    """
     path, kind = kind_of_folder(local_folder(adapter), ADAPTERS)
     if kind is FolderKind.ADAPTER:
-        return base
-    implementation = implementation_of(read_source(path, whole=False).config)
-    if implementation == implementation_of(base.config):
-        return base
-    return read_source(base.path, implementation=implementation)
+        return None
+    return implementation_of(read_source(path, whole=False).config)
 
 
 def read_lora(path: str | Path) -> LoraConfig:

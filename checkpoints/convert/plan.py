@@ -19,7 +19,7 @@ from ...storage.file_names import ADAPTER_MODEL
 from ...storage.strides import first_flaw
 from ...system import no_garbage_search
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
-from ..lora import Merge, base_for, read_adapter
+from ..lora import Merge, base_implementation, read_adapter
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
 from ..stored_tensor import Part, Role, StoredTensor
@@ -213,7 +213,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
     one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
     ``BadCheckpoint`` if they do not fit together (see ``read_adapter``).
     """
-    source = base_for(adapter, read_source(base))
+    source = read_source(base, implementation=base_implementation(adapter) or "auto")
     added = read_adapter(adapter, source)
     if added.manifest is not None:
         verify(added.path, added.manifest, files=added.files)
