@@ -102,10 +102,10 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
             dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:  # no ``Exception``; it holds that of each rank
             failure = error.failures[0][0]
-            # torch's archive complains of its own length when the disk refuses a write.
-            refused = type(failure) is RuntimeError and isinstance(failure.__context__, OSError)
+            if type(failure) is RuntimeError and isinstance(failure.__context__, OSError):
+                failure = failure.__context__  # torch's archive adds that its length is not the expected one
             with writing(folder):
-                raise (failure.__context__ if refused else failure) from None
+                raise failure from None
 
 
 def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill]]:
