@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from ..layers import lora_scale
-from ..models import PEFT_PREFIX, AdaptedFamily, LoraConfig, ModelConfig, adapted, implementation_of
+from ..models import (
+    PEFT_PREFIX,
+    AdaptedFamily,
+    Implementation,
+    LoraConfig,
+    ModelConfig,
+    adapted,
+    implementation_of,
+)
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, first_difference, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
@@ -78,9 +86,17 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
 
 def base_for(adapter: str | Path, base: Source) -> Source:
     """Return the base as adapters' checkpoint has it: computed by the zoo's code, or by transformers'."""
+    here = implementation_of(base.config)
+    implementation = base_implementation(adapter) or here
+    return base if implementation == here else read_source(base.path, implementation=implementation)
+
+
+def base_implementation(adapter: str | Path) -> Implementation | None:
+    """Return whose code computed the base of adapters' checkpoint; ``None`` for a PEFT folder, which fits
+    either.
+    """
     _, source = _adapters_in(adapter, whole=False)
-    by = implementation_of((source or base).config)
-    return base if by == implementation_of(base.config) else read_source(base.path, implementation=by)
+    return None if source is None else implementation_of(source.config)
 
 
 def read_lora(path: str | Path) -> LoraConfig:

@@ -171,10 +171,11 @@ class Manifest(StrictRecord):
     def _check_files(self, directory: Path) -> None:
         for file in (*self.files, *self.companions):  # each is opened: it might be there and not readable
             path = contained(directory, file.name, kind=BadCheckpoint)
-            with open_regular(path, kind=BadCheckpoint) as (_, status):
+            todo = "Copy it again from where it is whole, or write the checkpoint again"
+            with open_regular(path, kind=BadCheckpoint, todo=todo) as (_, status):
                 size = status.st_size
             if size != file.size:
-                raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}")
+                raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}", todo=todo)
         foreign = {path.name for path in directory.glob("*.safetensors")} - {file.name for file in self.files}
         if foreign:
             expected = f"only files that {MANIFEST} names"

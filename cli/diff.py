@@ -31,7 +31,7 @@ def diff(
         check_weights_there(folder, "a Hugging Face folder or a checkpoint")
     from itertools import islice
 
-    from ..checkpoints import differences, foreign_format, read_source, verify
+    from ..checkpoints import Source, differences, foreign_format, read_source, verify
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..models import implementation_of
 
@@ -39,13 +39,23 @@ def diff(
     if (config or names) and not any(map(any, reading.values())):
         expected = "a checkpoint of another project among the two"
         raise BadInput("diff", "--config, --names", expected=expected, found="none")
-    first = read_source(a, config=reading[a][0], names=reading[a][1])
-    way = implementation_of(first.config)
-    second = read_source(
-        b, module=first.module, config=reading[b][0], names=reading[b][1], implementation=way
-    )
-    if (other := implementation_of(second.config)) != way:  # a Hugging Face folder has the names of either
-        first = read_source(a, config=reading[a][0], names=reading[a][1], implementation=other)
+
+    def opened(path: str, like: Source | None = None) -> Source:
+        """Open a folder; a Hugging Face folder as the other one says, a checkpoint as it says itself."""
+        module, by = (None, {}) if like is None else (like.module, like.config)
+        at, table = reading[path]
+        return read_source(path, module=module, config=at, names=table, implementation=implementation_of(by))
+
+    try:
+        first = opened(a)
+    except BadInput as refused:
+        try:
+            first = opened(a, like=opened(b))
+        except BadInput:
+            raise refused from None
+    second = opened(b, like=first)
+    if implementation_of(second.config) != implementation_of(first.config):
+        first = opened(a, like=second)
     for source in (first, second):
         if source.manifest is not None:
             verify(source.path, source.manifest, files=source.files)

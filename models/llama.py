@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout, RotaryEmbedding
 from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
-from .base.config import ModelConfig
+from .base.config import OTHER_WAY, ModelConfig
 from .base.family import Family
 from .base.keys import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Share, Whole, names
 from .base.names import Names
@@ -137,7 +137,8 @@ class NoWindowsConfig(LlamaConfig):
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
         if fields.get("use_sliding_window") not in (None, False):
             expected = "false: windows over some of the blocks are not supported"
-            raise BadInput(where, "use_sliding_window", expected=expected, found=fields["use_sliding_window"])
+            actual = fields["use_sliding_window"]
+            raise BadInput(where, "use_sliding_window", expected=expected, found=actual, todo=OTHER_WAY)
         return super().prepare(fields, where)
 
 

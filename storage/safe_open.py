@@ -37,9 +37,11 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
 
 
 @contextmanager
-def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tuple[int, os.stat_result]]:
+def open_regular(
+    path: Path, *, kind: type[BadInput] = BadInput, todo: str = ""
+) -> Iterator[tuple[int, os.stat_result]]:
     """Yield a read-only descriptor of a regular file and its status; it is closed when the block ends."""
-    stat_regular(path, kind=kind)
+    stat_regular(path, kind=kind, todo=todo)
     try:
         # O_NONBLOCK: whoever swaps the file for a pipe between the two calls cannot make us wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -87,12 +89,13 @@ def check_plain_name(name: object, where: object, key: object, *, kind: type[Bad
 
 
 def contained(
-    root: Path, name: str, *, allow_symlinks: bool = False, kind: type[BadInput] = BadInput
+    root: Path, name: str, *, allow_symlinks: bool | None = None, kind: type[BadInput] = BadInput
 ) -> Path:
     """Return the path of ``name`` in ``root``; refuse it if a link leads out of it.
 
     The Hugging Face cache keeps ``snapshots/<revision>/<name>`` as links into ``blobs/`` two levels up. Those
-    links are followed, and no others to the outside. ``allow_symlinks`` follows any.
+    links are followed, and no others to the outside. ``allow_symlinks`` follows any; with ``None`` the user
+    has no such choice.
     """
     path = root / name
     if allow_symlinks or not path.is_symlink():
@@ -100,6 +103,7 @@ def contained(
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     if not any(real.is_relative_to(directory) for directory in allowed):
-        todo = "Copy the file here, or pass --allow-symlinks if you trust the link"
+        choice = ", or, if you trust the link, use `trilith convert --allow-symlinks`"
+        todo = f"Copy the file here{'' if allow_symlinks is None else choice}"
         raise kind(path, expected="a file inside the directory", found=f"a link to {real}", todo=todo)
     return path

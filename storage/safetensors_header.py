@@ -18,6 +18,8 @@ MAX_HEADER = 16 << 20
 MAX_TENSORS = 100_000
 MAX_DIMS = 64
 _LENGTH = 8
+#: What to do about a file that ends too early.
+_CUT_SHORT = "The file is cut short: copy or download it again"
 
 
 def header_length(first: bytes, size: int, where: object) -> int:
@@ -25,7 +27,8 @@ def header_length(first: bytes, size: int, where: object) -> int:
     if hint := what_it_looks_like(first):
         raise BadInput(where, expected="a safetensors file", found=shown(first[:24]), todo=hint)
     if size < _LENGTH:
-        raise BadInput(where, expected="a safetensors file", found=f"a file of {size} bytes")
+        actual = f"a file of {size} bytes"
+        raise BadInput(where, expected="a safetensors file", found=actual, todo=_CUT_SHORT)
     length = int.from_bytes(first[:_LENGTH], "little")
     if length < 2:
         raise BadInput(where, "header length", expected="at least 2", found=length)
@@ -34,7 +37,7 @@ def header_length(first: bytes, size: int, where: object) -> int:
         raise BadInput(where, "header length", expected="a safetensors file", found=length_and_size)
     if length > size - _LENGTH:
         expected = f"{length + _LENGTH:,} bytes of header"
-        raise BadInput(where, expected=expected, found=f"{size:,} bytes in all", todo="The file is cut short")
+        raise BadInput(where, expected=expected, found=f"{size:,} bytes in all", todo=_CUT_SHORT)
     if length > MAX_HEADER:
         raise BadInput(where, "header length", expected=f"at most {MAX_HEADER:,}", found=f"{length:,}")
     return length
@@ -141,7 +144,7 @@ def _check_tiling(tensors: dict[str, View], data_begin: int, size: int, where: o
             place, key = f"byte {entry.begin - data_begin:,}, {flaw} {before}", f"tensor {shown(name)}"
             raise BadInput(where, key, expected=f"data from {at - data_begin:,}", found=place)
         if entry.end > size:
-            key, todo = f"tensor {shown(name)}", "The file is cut short: copy or download it again"
+            key, todo = f"tensor {shown(name)}", _CUT_SHORT
             raise BadInput(
                 where, key, expected=f"{entry.end:,} bytes in the file", found=f"{size:,}", todo=todo
             )

@@ -14,8 +14,8 @@ from ..parallel_state import BadInput
 
 #: Nested levels of lists and objects. Real configurations have fewer than ten.
 DEEPEST = 100
-#: Whole numbers have at most as many digits; Python itself converts no longer ones.
-_MOST_DIGITS = 1000
+#: Whole numbers have at most as many digits, so that a float holds each and code may compare them as one.
+_MOST_DIGITS = 300
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -16,7 +16,7 @@ from ...storage.dtypes import BITS, name_of
 from ...storage.file_names import ADAPTER_MODEL
 from ...system import no_garbage_search
 from ..hugging_face.writer import plan_shards
-from ..lora import Merge, base_for, read_adapter
+from ..lora import Merge, base_implementation, read_adapter
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
 from ..stored_tensor import Part, Role, StoredTensor
@@ -193,7 +193,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
     one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
     ``BadCheckpoint`` if they do not fit together (see ``read_adapter``).
     """
-    source = base_for(adapter, read_source(base))
+    source = read_source(base, implementation=base_implementation(adapter) or "auto")
     added = read_adapter(adapter, source)
     if added.manifest is not None:
         verify(added.path, added.manifest, files=added.files)

@@ -17,6 +17,7 @@ from ...models import shapes_of
 from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import LazyTensor
 from ...storage.crc import Checksum
+from ...storage.disk import writing
 from ...storage.dtypes import TORCH
 from ...storage.output_places import check_output
 from ...storage.safetensors_reader import TensorFile
@@ -92,7 +93,11 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
         try:
             dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:  # no ``Exception``; it holds that of each rank
-            raise error.failures[0][0] from None
+            failure = error.failures[0][0]
+            if type(failure) is RuntimeError and isinstance(failure.__context__, OSError):
+                failure = failure.__context__  # torch's archive adds that its length is not the expected one
+            with writing(folder):
+                raise failure from None
 
 
 def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill], int]:

@@ -54,7 +54,10 @@ class HFFolder:
             raise BadInput(self.path, expected="the folder of a Hugging Face model", found=actual)
         names = {entry.name for entry in self.path.iterdir()}
         if CONFIG not in names:
-            raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
+            todo = "Name the folder of a model or a checkpoint, or copy here the config.json of the model"
+            raise BadInput(
+                self.path / CONFIG, expected="the model's configuration", found="no such file", todo=todo
+            )
         self.config = read_json(self._at(CONFIG))
         tensors = self._weights(names)
         packing = self.config.get("quantization_config")
@@ -84,7 +87,8 @@ class HFFolder:
             raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=actual, todo=todo)
         others = sorted(name for name in names if name.endswith(".safetensors"))
         present = f"only {', '.join(others[:3])}" if others else "neither"
-        raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=present)
+        todo = "Copy here the file that is missing, or download the model again"
+        raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=present, todo=todo)
 
     def _sharded(
         self, names: set[str], index_name: str, ending: str, open_shard: Callable[..., TensorFile]
@@ -96,7 +100,8 @@ class HFFolder:
         for shard in sorted(set(promised.values())):
             if shard not in names:
                 expected = f"the shard that {index_name} names"
-                raise BadInput(self.path / shard, expected=expected, found="no such file")
+                todo = "Copy it here, or download the model again"
+                raise BadInput(self.path / shard, expected=expected, found="no such file", todo=todo)
             files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
         return {name: files[shard] for name, shard in promised.items()}

@@ -73,7 +73,8 @@ def compare_with_transformers(
     ``tolerance`` replaces ``TOLERANCES``. ``say`` is told what runs.
     """
     # Not every process need be in this one's directory: those of the pool may be older than a change of it.
-    question = replace(question, folder=str(read_source(question.folder).path.absolute()))
+    folder = read_source(question.folder, implementation=question.implementation).path.absolute()
+    question = replace(question, folder=str(folder))
     single = replace(question, layout=Layout(), split=None)
     allowed = TOLERANCES[question.dtype] if tolerance is None else tolerance
     against = max(allowed, _OF_FP32) if tolerance is None else tolerance

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from ...parallel_state import BadInput
 from ...storage import DECIDE_IDS, VOCABULARIES
+from ...storage.file_names import CONFIG
+from ...storage.files_beside_weights import COMPANIONS
 from ...storage.safe_open import read_small, stat_regular
-from ...storage.small_files import refuse_pointer
+from ...storage.small_files import read_json, refuse_pointer
 from ...system import OverLimit, bounded, quiet_libraries
 
 #: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.
@@ -269,9 +271,13 @@ def _auto_tokenizer(path: Path) -> Any:
     except BadInput:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
-        reason = " ".join(str(error).split())[:200]
+        for file in sorted(path.glob("*.json")):
+            if file.name in (*COMPANIONS, CONFIG):
+                read_json(file, LARGEST_FILE)  # its error names the file that is none
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         expected = "a tokenizer that AutoTokenizer loads without a network"
-        raise BadInput(path, expected=expected, found=reason) from error
+        todo = f"It reads {CONFIG} too: take the files that came with the model, or name another --tokenizer"
+        raise BadInput(path, expected=expected, found=reason, todo=todo) from error
 
 
 def _read(path: Path) -> bytes:

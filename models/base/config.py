@@ -23,6 +23,9 @@ from ...parallel_state import (
 from ...system import visible
 from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, Count, Fixed, Whole, Width, check_file
 
+#: What to do about a value that transformers' code may compute, and the family's own does not.
+OTHER_WAY = "If transformers computes it, so does `trilith convert --implementation transformers`"
+
 
 class ModelConfig(BaseModel):
     """List the fields of a config.json that a family computes with, under transformers' common names.
@@ -99,7 +102,7 @@ class ModelConfig(BaseModel):
             value, legal = raw[key], cls.HARMLESS[key]
             if value is not None and not any(type(value) is type(each) and value == each for each in legal):
                 expected = f"{' or '.join(map(repr, legal)) or 'absent'}: this family has no other"
-                raise BadInput(where, key, expected=expected, found=repr(value)[:80])
+                raise BadInput(where, key, expected=expected, found=repr(value)[:80], todo=OTHER_WAY)
         raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
         fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
         for key in cls.unknown_keys(raw):

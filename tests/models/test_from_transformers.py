@@ -449,6 +449,13 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     assert run(words) == 0, capsys.readouterr()
     for pair in (("cut", "hf"), ("hf", "cut")):  # a Hugging Face folder is the same for both
         assert run(["diff", *(str(tmp_path / name) for name in pair)]) == 0, capsys.readouterr()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"hidden_act": "tanh"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))  # which the zoo does not have
+    words = ["parity", str(tmp_path / "hf"), "--implementation"]
+    assert [run([*words, way]) for way in ("auto", "transformers")] == [2, 0], capsys.readouterr()
+    convert(tmp_path / "hf", tmp_path / "tanh", implementation="transformers")
+    for pair in (("hf", "tanh"), ("tanh", "hf")):
+        assert run(["diff", *(str(tmp_path / name) for name in pair)]) == 0, capsys.readouterr()
     chosen = {"init_from": str(tmp_path / "hf"), "config": None, "implementation": "transformers"}
     lora = {"r": 2, "target_modules": ["q_proj"]}
     train(tiny_recipe(tmp_path / "lora", tokens, model=chosen, steps=1, lora=lora))

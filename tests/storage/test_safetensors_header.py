@@ -49,8 +49,8 @@ DEEP = b'{"w":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
 BYTES = {
     "A1-empty": (b"", "0 bytes"),
-    "A2-seven-bytes": (b"\0" * 7, "7 bytes"),
-    "A3-header-truncated": (GOOD[:30], "cut short"),
+    "A2-seven-bytes": (b"\0" * 7, "7 bytes. .*copy"),
+    "A3-header-truncated": (GOOD[:30], "cut short: copy"),
     "A4-data-truncated": (GOOD[:-1], "'w'.*cut short"),
     "A5-trailing-bytes": (GOOD + b"tail", "the end of tensor 'w'"),
     "A6-length-2-to-63": (framed(b"{}", length=1 << 63), "header length"),

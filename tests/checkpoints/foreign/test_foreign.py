@@ -1,6 +1,7 @@
 """Checkpoints of other projects: every tensor bitwise, moments to go on from, and after a kill too."""
 
 import json
+import resource
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +23,7 @@ from trilith.checkpoints import ConversionOptions, convert, convert_to_dcp, diff
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
+from trilith.storage.disk import DiskFailed
 
 FORMS = ["titan", "accelerate", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
 
@@ -189,6 +191,18 @@ def test_transformers_loads_what_is_written_under_its_names(made, tmp_path):
     assert not (tmp_path / "x").exists()
     with pytest.raises(BadInput, match="new or empty"):
         convert_to_dcp(made / "hf", tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("size", [100, 5000], ids=["at once", "in a tensor"])
+def test_a_disk_that_is_full_is_named_under_torchs_writer(made, tmp_path, size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(DiskFailed, match=r"/full\.tmp-.*: cannot be written: File too large\. Raise"):
+            convert_to_dcp(made / "hf", tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path):
