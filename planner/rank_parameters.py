@@ -81,7 +81,7 @@ def _count_parameter(
     box, dim = declaration.box(layout, at), declaration.shard_dim(layout)
     if declaration.buffer:
         return Group(buffers=box.size, fixed_bytes=box.size * BUFFER_DTYPE.itemsize)
-    rows, shards = box.shape[dim], layout.data_sizes(declaration.experts)[1]
+    rows, shards = (box.shape or (1,))[dim], layout.data_sizes(declaration.experts)[1]
     stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
     sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
     counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
@@ -147,6 +147,8 @@ def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
     members: dict[nn.Module, list[tuple[nn.Parameter, Declaration]]] = {each: [] for each in (model, *blocks)}
     for name, declaration in declarations(model).items():
+        if not state.layout.holds_alone:
+            declaration.check_shared(name)
         members[block_of.get(name, model)].append((named[name], declaration))
     groups = {module: count_parameters(parameters, state) for module, parameters in members.items()}
     counts = [Counter(groups[block] for block in part if block in groups) for part in _blocks_of_parts(model)]

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,9 +86,9 @@ class Loss(ABC):
     #: rows are read later (``data.batch.BatchParts``).
     count_labels: Callable[[float], Mapping[str, Tensor | float]] | None = None
 
-    @property
+    @cached_property  # which a constructor may set
     def terms(self) -> Mapping[str, Term]:
-        """Return the terms by name; a subclass may have a mapping in place of this."""
+        """Return the terms by name; a subclass may have a mapping in place of this, or set one."""
         return _ONE_TERM
 
     def for_state(self, state: ParallelState) -> Loss:

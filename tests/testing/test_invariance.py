@@ -32,6 +32,7 @@ from trilith.parallel_state import (
 )
 from trilith.testing import LayoutVariance, assert_layout_invariant
 from trilith.testing.invariance.relation import place
+from trilith.training import FunctionLoss
 
 D, HIDDEN = 8, 16
 BATCH = {
@@ -118,7 +119,7 @@ def loss(y, samples):
 
 def test_what_is_right_is_right_in_every_layout():
     layouts = [TENSOR, SEQUENCE, Layout.of(data=2, zero=2), Layout.of(tensor=2, data=2, zero=3)]
-    found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=loss)
+    found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=FunctionLoss(loss))
     assert list(found) == layouts
     for one in found.values():
         assert 0 < one.gradients < 1e-12
