@@ -36,6 +36,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
 from trilith.training.run_plan import check_run, plan
+from trilith.training.supervised import check_memory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Of each example: the class, the loss, the data set or the length of rows of tokens.
@@ -321,6 +322,12 @@ def test_frozen_groups_and_float8_are_planned(tmp_path):
     assert frozen.rank.memory.gradients == plain.rank.memory.gradients - 4 * still
     assert frozen.flops.trained < plain.flops.trained == frozen.flops.matrices
     assert planned(compute="float8").rank.memory.block != planned(compute="bfloat16").rank.memory.block
+
+
+def test_the_memory_of_stages_that_a_class_cuts_is_checked(tmp_path):
+    """By the command, before it starts their ranks."""
+    checked = parse_recipe(recipe("vit", tmp_path, layout={"pipeline": 2}))
+    check_memory(checked, plan(checked))
 
 
 @pytest.mark.slow
