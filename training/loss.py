@@ -232,9 +232,9 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
     The first sample is given once, and then twice. A sum is then twice as large, but a mean stays the same.
     Returns ``None`` if this test says nothing: no label of the first sample counts, the loss is zero, the
     count does not grow with the samples, or the model's output is not made of tensors with the samples on
-    dim 0, in tuples or dicts.
+    dim 0, in tuples, dicts or dataclasses.
     """
-    tensors, size = tensors_in(output), len(next(iter(samples.values())))
+    tensors, size = tensors_in(output, records=True), len(next(iter(samples.values())))
     if not tensors or not all(tensor.ndim and len(tensor) == size for tensor in tensors):
         return None
     numbers: list[float] = []
@@ -242,7 +242,7 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
         repeat = partial(_repeated, times=times)
         with torch.no_grad(), accelerator.fork_random(tensors[0].device):  # a loss may draw numbers
             repeated = {name: change_alike(repeat, sample) for name, sample in samples.items()}
-            numbers += map(float, loss(map_tensors(output, repeat), repeated))
+            numbers += map(float, loss(map_tensors(output, repeat, records=True), repeated))
     once, count, twice, twice_count = numbers
     if once == 0 or count == 0 or twice_count != 2 * count:
         return None

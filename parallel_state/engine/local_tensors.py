@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,34 +82,47 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
 
 
-def tensors_in(nest: object) -> list[Tensor]:
-    """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator."""
+def tensors_in(nest: object, *, records: bool = False) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator.
+
+    ``records``: also those in dataclasses.
+    """
     if isinstance(nest, Tensor):
         return [nest]
     tensors: list[Tensor] = []
+    if records and is_dataclass(nest):
+        nest = [getattr(nest, each.name) for each in fields(nest) if each.init]
     if isinstance(nest, _NESTS):
-        _collect(nest, tensors)
+        _collect(nest, tensors, records)
     return tensors
 
 
-def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
+def _collect(nest: Iterable[Any], tensors: list[Tensor], records: bool) -> None:
     for element in nest.values() if isinstance(nest, dict) else nest:
         if isinstance(element, Tensor):
             tensors.append(element)
-        elif isinstance(element, _NESTS):
-            _collect(element, tensors)
+        elif records or isinstance(element, _NESTS):
+            tensors += tensors_in(element, records=records)
 
 
-def map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest of tuples, named or not, lists and dicts, with each of its tensors changed."""
+def map_tensors(nest: Any, change: Callable[[Tensor], Tensor], *, records: bool = False) -> Any:
+    """Return the same nest of tuples, named or not, lists and dicts, with each of its tensors changed.
+
+    ``records``: of dataclasses too, such as what a model of transformers gives.
+    """
     if isinstance(nest, Tensor):
         return change(nest)
+    again = partial(map_tensors, change=change, records=records)
+    if records and is_dataclass(nest) and not isinstance(nest, type):
+        return replace(
+            nest, **{each.name: again(getattr(nest, each.name)) for each in fields(nest) if each.init}
+        )
     if isinstance(nest, dict):
-        return {key: map_tensors(element, change) for key, element in nest.items()}
+        return {key: again(element) for key, element in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_tensors(element, change) for element in nest))
+        return type(nest)(*map(again, nest))
     if isinstance(nest, tuple | list):
-        return type(nest)(map_tensors(element, change) for element in nest)
+        return type(nest)(map(again, nest))
     return nest
 
 

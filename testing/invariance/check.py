@@ -54,12 +54,13 @@ def assert_layout_invariant(
     tensors by name, samples on dim 0; ``forward`` takes those that it names, ``loss(given, samples)`` all of
     them and, if it names it, ``state``, and returns the sum of the losses and how many they are, alike on
     all tensor ranks; or it is a ``Loss``. Without one the module gives a whole tensor, whose elements all
-    weigh otherwise. ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the plainest that goes with
-    the layout's stages: 1f1b, interleaved, or zbv.
+    weigh otherwise. ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the
+    plainest that goes with the layout's stages: 1f1b, interleaved, or zbv.
 
     Compared are, from micro-batch to micro-batch, what each module is given and gives and the gradients of
     both; every parameter's gradient; loss, gradient norm and weights of ``steps`` AdamW steps with clipping;
-    and a ``checkpoint`` that each layout writes and the next reads, bit for bit. Dropout is off.
+    and a ``checkpoint`` that each layout writes and the next reads, bit for bit. Dropout is off. Over context
+    ranks, for which a ``Loss`` states its ``sequence``, modules are not compared.
 
     Returns the largest differences by layout. Raises ``LayoutVariance``, an ``AssertionError``, which names
     the first module that differs in the order of computation, and ``BadInput`` for a layout that the module

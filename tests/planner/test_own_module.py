@@ -104,7 +104,7 @@ def as_list(x):
     ("between", "operator"),
     [(first_words, "nonzero"), (scaled, "aten::_local_scalar_dense"), (as_list, "tolist"),
      (torch.linalg.eigvals, "eig"), (lambda x: x.view(3, -1), "shape '[3, -1]'"),
-     (lambda x: F.conv1d(x, x.new_ones(8, 8, 1), x.new_ones(8).double()), "Cast floating samples to the dtype"),
+     (lambda x: F.conv1d(x, x.new_ones(8, 8, 1), x.new_ones(8).double()), "Cast floating samples"),
      (lambda x: sys.exit("enough"), "enough")],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [True, False])
@@ -141,7 +141,10 @@ def test_a_scalar_is_planned_on_one_data_rank_and_refused_on_more():
     model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
     assert rank_parameters(model, ParallelState.alone()).every.trained_stored == 1
     state = ParallelState.stand_in(Layout.of(data=2))
-    for refuses in (lambda: rank_parameters(model, state), lambda: shard_over_data(model, state, Precision())):
+    for refuses in (
+        lambda: rank_parameters(model, state),
+        lambda: shard_over_data(model, state, Precision()),
+    ):
         with pytest.raises(BadInput, match=r"^scale: shape: expected a dim, .* found \(\). Make it of shape"):
             refuses()
 

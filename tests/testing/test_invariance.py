@@ -81,6 +81,7 @@ class Net(nn.Module):
                 "down": RowParallelLinear(HIDDEN, D, state=state),
             }
         )
+        self.under_two_names = self.mlp["up"]
         self.last = LayerNorm(D, state=state)
 
     def forward(self, x):
@@ -166,8 +167,9 @@ class Mixture(nn.Module):
 
 
 def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives():
-    layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(tensor=2, data=2, expert=2)]
-    assert_layout_invariant(Mixture, BATCH, layouts=layouts, loss=loss, steps=2)
+    layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(context=2, expert=2)]
+    batch, cut = {name: x[:, :4] for name, x in BATCH.items()}, {"x": 1, "wanted": 1}
+    assert_layout_invariant(Mixture, batch, layouts=layouts, loss=FunctionLoss(loss, sequence=cut), steps=2)
     with pytest.raises(LayoutVariance) as caught:
         assert_layout_invariant(partial(Mixture, True), BATCH, layouts=layouts[:1], loss=loss, steps=1)
     assert (caught.value.fault.phase, caught.value.fault.module) == ("forward", "")
