@@ -87,7 +87,8 @@ def _count_parameter(
     counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
     if not parameter.requires_grad:
         return Group(**counts, fixed_bytes=stored * parameter.dtype.itemsize)
-    at_ends = declaration.ends if ends is None else ends
+    apart = layout.pipeline > 1 and not layout.v_shape  # in a V one rank holds both ends
+    at_ends = apart and (declaration.ends if ends is None else ends)
     partial = layout.tensor > 1 and "tensor" in declaration.partial
     counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
     counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
