@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
+#: Stands where an output has a tensor.
 _HOLE = torch.empty(0)
 
 

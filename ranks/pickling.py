@@ -113,9 +113,8 @@ class _Pickler(pickle.Pickler):
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return NotImplemented
         if _is_plain(obj):
-            row = (
-                obj.detach().contiguous().as_strided((obj.numel(),), (1,))
-            )  # one element may have any stride
+            # One element may have any stride.
+            row = obj.detach().contiguous().as_strided((obj.numel(),), (1,))
             numbers = bytearray(row.view(torch.uint8).numpy().data)
             return _plain, (numbers, obj.dtype, obj.shape, obj.requires_grad)
         if _shares(obj):

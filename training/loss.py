@@ -86,7 +86,7 @@ class Loss(ABC):
     #: rows are read later (``data.batch.BatchParts``).
     count_labels: Callable[[float], Mapping[str, Tensor | float]] | None = None
 
-    @cached_property  # which a constructor may set
+    @cached_property  # unlike a property's, its place may be set
     def terms(self) -> Mapping[str, Term]:
         """Return the terms by name; a subclass may have a mapping in place of this, or set one."""
         return _ONE_TERM

@@ -90,8 +90,8 @@ def tensors_in(nest: object, *, records: bool = False) -> list[Tensor]:
     if isinstance(nest, Tensor):
         return [nest]
     tensors: list[Tensor] = []
-    if records and is_dataclass(nest):
-        nest = [getattr(nest, each.name) for each in fields(nest) if each.init]
+    if records and _is_record(nest):
+        nest = _fields(nest)
     if isinstance(nest, _NESTS):
         _collect(nest, tensors, records)
     return tensors
@@ -105,6 +105,14 @@ def _collect(nest: Iterable[Any], tensors: list[Tensor], records: bool) -> None:
             tensors += tensors_in(element, records=records)
 
 
+def _is_record(nest: object) -> bool:
+    return is_dataclass(nest) and not isinstance(nest, type)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.init}
+
+
 def map_tensors(nest: Any, change: Callable[[Tensor], Tensor], *, records: bool = False) -> Any:
     """Return the same nest of tuples, named or not, lists and dicts, with each of its tensors changed.
 
@@ -113,10 +121,8 @@ def map_tensors(nest: Any, change: Callable[[Tensor], Tensor], *, records: bool 
     if isinstance(nest, Tensor):
         return change(nest)
     again = partial(map_tensors, change=change, records=records)
-    if records and is_dataclass(nest) and not isinstance(nest, type):
-        return replace(
-            nest, **{each.name: again(getattr(nest, each.name)) for each in fields(nest) if each.init}
-        )
+    if records and _is_record(nest):
+        return replace(nest, **{name: again(element) for name, element in _fields(nest).items()})
     if isinstance(nest, dict):
         return {key: again(element) for key, element in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):

@@ -85,10 +85,8 @@ class Judge:
     def _losses(self) -> Fault | None:
         if wrong := self._wrong_number("losses", 0):
             off, text = wrong
-            text += (
-                self._although("every module's output is right") + ": the loss function gives the sum and "
-            )
-            text += "the count of its own samples, alike on all tensor ranks"
+            text += self._although("every module's output is right")
+            text += ": the loss function gives the sum and the count of its own samples, alike on all tensor ranks"
             return Fault("", "loss", off, f"the loss of {text}")
         return None
 
