@@ -86,9 +86,7 @@ class Judge:
         if wrong := self._wrong_number("losses", 0):
             off, text = wrong
             text += self._although("every module's output is right")
-            todo = (
-                "the loss function gives the sum and the count of its own samples, alike on all tensor ranks"
-            )
+            todo = "a loss gives the sum and the count of its own samples, alike on all tensor ranks"
             return Fault("", "loss", off, f"the loss of {text}: {todo}")
         return None
 
