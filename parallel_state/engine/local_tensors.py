@@ -77,9 +77,18 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower."""
+    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower, and
+    makes several of a parameter that several modules hold.
+    """
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter, []).append((module, name))
     with OfParts():
         model.to_empty(device=device)
+    for (first, name), *others in holders.values():
+        for module, other in others:
+            module.register_parameter(other, first.get_parameter(name))
 
 
 def tensors_in(nest: object, *, records: bool = False) -> list[Tensor]:
