@@ -42,7 +42,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return refusal.code, _one_line(str(refusal))
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     read = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
+    again = "for the traceback run it as trilith --debug ..."
+    return UNEXPECTED, f"unexpected: {_one_line(what + read)} ({again})"
 
 
 #: A part of a path longer than a file's name may be, and a word longer than any path that somebody types.

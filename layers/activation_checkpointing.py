@@ -36,6 +36,7 @@ from torch.utils.checkpoint import (
 from ..parallel_state import BadInput
 from ..parallel_state.engine import TorchDispatchMode, accelerator
 
+#: Values of ``memory.checkpointing``.
 Checkpointing = Literal["none", "selective", "every", "full"]
 
 _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

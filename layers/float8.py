@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from ..parallel_state import ParallelState, engine
 from .parallel_linear import ParallelLinear
 
+#: Values of ``float8_scaling``.
 Scaling = Literal["tensorwise", "rowwise"]
 
 #: The GPU's kernels take matrices whose sides are multiples of this.

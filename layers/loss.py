@@ -21,6 +21,7 @@ from .compile import or_plain
 from .embedding import check_ids, padded_vocabulary
 from .rounds import rounds
 
+#: Label of a token that no loss counts.
 IGNORE = -100
 #: Numbers that are computed at once: 4 MB in fp32 on a CPU, 32 MB on another device.
 BLOCK_ON_CPU, _BLOCK = 2**20, 2**23

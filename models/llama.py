@@ -222,6 +222,7 @@ class Llama(CausalLM):
     Block = LlamaBlock
 
 
+#: Llama 2 to 3.2, and the models that are built alike.
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",

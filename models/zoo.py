@@ -20,6 +20,7 @@ _FILES = """
     llama gpt2 mistral qwen glm gemma granite olmo phi starcoder2 stablelm cohere gpt_neox
     falcon opt bloom gpt_oss deepseek qwen_hybrid
 """
+#: Families of the zoo by their names.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for file in _FILES.split()

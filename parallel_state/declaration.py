@@ -81,6 +81,12 @@ class Declaration:
             expected = f"a number that {self.cut.axis}={size} divides"
             raise BadInput(name, key, expected=expected, found=units, todo=todo)
 
+    def check_shared(self, name: str) -> None:
+        """Refuse a scalar, which FSDP cannot hold."""
+        if not (self.shape or self.buffer):
+            expected, todo = "a dim, where data or context ranks share weights", "Make it of shape (1,)"
+            raise BadInput(name, "shape", expected=expected, found="()", todo=todo)
+
     def box(self, layout: Layout, at: Coordinates) -> Box:
         """Return what the rank at these coordinates holds, with padding, before the data axes shard it."""
         shape = self.held_shape(layout)
@@ -101,7 +107,7 @@ class Declaration:
         The cut is that of ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or
         empty. At ``zero=0`` nothing is cut, and the context ranks hold the same.
         """
-        if self.buffer:
+        if self.buffer or not self.shape:
             return self.box(layout, at)
         box, dim = self.box(layout, at), self.shard_dim(layout)
         ranks, index = layout.data_sizes(self.experts)[1], layout.data_place(at, self.experts)[1]

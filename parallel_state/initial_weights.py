@@ -50,9 +50,11 @@ class Own:
     """Fill a parameter by ``reset_parameters`` of its module, as ``torch.nn``'s layers do."""
 
 
+#: What fills a parameter.
 Initial = Normal | Uniform | LogUniform | Constant | Own
 
 ZERO = Constant(0.0)
+#: Leaves a parameter to its module's ``reset_parameters``.
 OWN = Own()
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import require
+from ..parallel_state import BadInput
+from ..parallel_state.engine import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,17 @@ def exchange(messages: Sequence[tuple[Callable[..., object], Tensor, int]], grou
         work.wait()
 
 
-def tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """Return the tensors that a stage gives, in order."""
-    tensors = tuple(output.values()) if isinstance(output, dict) else output
-    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-    whole = tensors and all(isinstance(tensor, Tensor) for tensor in tensors)
-    require(whole, "stage", "output", "a tensor or a tuple of them", type(output).__name__)
+def tensors_of(output: Any, *, last: bool) -> tuple[Tensor, ...]:
+    """Return the tensors that a stage gives, in order; the model's last stage gives a nest of them."""
+    tensors: tuple[Any, ...] = tuple(tensors_in(output, records=True))
+    if not last:
+        tensors = output if isinstance(output, tuple) else (output,)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise BadInput(
+            "stage", "output", found=type(output).__name__,
+            expected="a tensor" if last else "a tensor or a tuple of them between stages",
+            todo="" if last else "Give a tuple of tensors: the next stage gets them by position, in order",
+        )  # fmt: skip
     return tensors
 
 

@@ -8,8 +8,10 @@ from typing import Literal, get_args
 
 from ..parallel_state import BadInput, Layout, nearest, require
 
+#: Values of ``layout.schedule``.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
+#: Names of all schedules.
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
-from ..parallel_state.engine import accelerator, is_sharded
+from ..parallel_state.engine import accelerator, is_sharded, map_tensors
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
+#: Stands where an output has a tensor.
+_HOLE = torch.empty(0)
 
 
 class Stages:
@@ -63,8 +65,8 @@ class Stages:
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
         self.outputs: list[StageOutput] = []
         self._assumed = False
-        #: From the tensors of the last stage to the model's output.
-        self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
+        #: The model's output of the latest run of its last stage, with ``_HOLE`` in place of each tensor.
+        self._form: Any = _HOLE
         #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
         self._seed: int | None = None
         self._runs: dict[int, int] = {}
@@ -93,7 +95,7 @@ class Stages:
         if hasattr(self.model, "hidden_shape"):
             assert self.first_input is not None and self.dtype is not None
             sent = Travels(tuple(self.model.hidden_shape(micro_batch[self.first_input])), self.dtype)
-            self.outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
+            self.outputs = [(sent,)] * layout.stages
             return
         refuse_held_twice(self.model, self.state)
         self.outputs, group = [], self.state.pipeline.group
@@ -130,20 +132,10 @@ class Stages:
             self._seed = None
             output = self._run(number, tuple(zeros), samples)
         last = number == self.state.layout.stages - 1
-        require(
-            last or not isinstance(output, dict), "stage", "output",
-            "a tensor or a tuple of them between stages", "a dict",
-            "Give its values as a tuple: the next stage gets them by position, in order",
-        )  # fmt: skip
-        if isinstance(output, dict):
-            names = tuple(output)
-            self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
-        elif last:
-            self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
-        tensors = tensors_of(output)
+        tensors = tensors_of(output, last=last)
         for tensor in tensors if len(tensors) > 1 or not last else ():
             require(
-                len(tensor) == rows and tensor.dtype == tensors[0].dtype, "stage", "output",
+                tensor.shape[:1] == (rows,) and tensor.dtype == tensors[0].dtype, "stage", "output",
                 f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
                 f"{tensor.dtype} {tuple(tensor.shape)}",
             )  # fmt: skip
@@ -156,7 +148,7 @@ class Stages:
         """
         received = () if x is None else split_sent(x, self.outputs[number - 1])
         made = self._run(number, received, micro_batch)
-        return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made))
+        return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made, last=False))
 
     def forward(self, micro_batch: Samples) -> Any:
         """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
@@ -214,17 +206,22 @@ class Stages:
 
     def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
         assert self._loss is not None, "only train runs the schedule"
-        return self._loss(self._joined(split_sent(output, self.outputs[-1])), int(numbers[0]))
+        tensors = iter(split_sent(output, self.outputs[-1]))  # a schedule asks for the loss after the forward
+        return self._loss(map_tensors(self._form, lambda hole: next(tensors)), int(numbers[0]))
 
     def _module(self, number: int) -> StageModule:
         """Return a stage as a module of its own, which shares the model's parameters."""
         from .driver import StageModule
 
         model, received = self.model, self.outputs[number - 1] if number else ()
+        last = number == self.state.layout.stages - 1
 
         # A sample may be called x too.
         def forward(x: Tensor, /, **samples: Tensor) -> Tensor:
-            return as_one(tensors_of(self._run(number, split_sent(x, received) if number else (), samples)))
+            made = self._run(number, split_sent(x, received) if number else (), samples)
+            if last:
+                self._form = map_tensors(made, lambda tensor: _HOLE)
+            return as_one(tensors_of(made, last=last))
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]

@@ -1,5 +1,6 @@
 """Trace a module that is not the zoo's, stage by stage: its forward, its loss and their backward."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -163,10 +164,12 @@ def told(model: nn.Module) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         place = line_of_user(error.__traceback__)
+        dtypes = re.search(r"\bdtype|\btype \(", message)
         raise BadInput(
             "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
             found=f"{message} ({place})" if place else message,
-            todo="Let nothing depend on numbers that a device computes, or state the size",
+            todo="Cast floating samples to the dtype of a weight" if dtypes
+            else "Let nothing depend on numbers that a device computes, or state the size",
         ) from error  # fmt: skip
 
 

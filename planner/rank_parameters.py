@@ -82,13 +82,14 @@ def _count_parameter(
     if declaration.dtype:
         size = box.size * declaration.dtype.itemsize
         return Group(buffers=box.size, buffer_bytes=size, fixed_bytes=size)
-    rows, shards = box.shape[dim], layout.data_sizes(declaration.experts)[1]
+    rows, shards = (box.shape or (1,))[dim], layout.data_sizes(declaration.experts)[1]
     stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
     sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
     counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
     if not parameter.requires_grad:
         return Group(**counts, fixed_bytes=stored * parameter.dtype.itemsize)
-    at_ends = declaration.ends if ends is None else ends
+    apart = layout.pipeline > 1 and not layout.v_shape  # in a V one rank holds both ends
+    at_ends = apart and (declaration.ends if ends is None else ends)
     partial = layout.tensor > 1 and "tensor" in declaration.partial
     counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
     counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
@@ -148,6 +149,8 @@ def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
     members: dict[nn.Module, list[tuple[nn.Parameter, Declaration]]] = {each: [] for each in (model, *blocks)}
     for name, declaration in declarations(model).items():
+        if not state.layout.holds_alone:
+            declaration.check_shared(name)
         members[block_of.get(name, model)].append((named[name], declaration))
     groups = {module: count_parameters(parameters, state) for module, parameters in members.items()}
     counts = [Counter(groups[block] for block in part if block in groups) for part in _blocks_of_parts(model)]

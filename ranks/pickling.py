@@ -113,7 +113,9 @@ class _Pickler(pickle.Pickler):
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return NotImplemented
         if _is_plain(obj):
-            numbers = bytearray(obj.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            # One element may have any stride.
+            row = obj.detach().contiguous().as_strided((obj.numel(),), (1,))
+            numbers = bytearray(row.view(torch.uint8).numpy().data)
             return _plain, (numbers, obj.dtype, obj.shape, obj.requires_grad)
         if _shares(obj):
             alone = obj.detach().clone(memory_format=torch.contiguous_format)

@@ -61,6 +61,7 @@ class Wait:
     gives: Callable[[Tensor, Locals], Any] | None = None
 
 
+#: What a rank's host may wait for.
 Waits = Sequence[Wait]
 
 
@@ -97,6 +98,7 @@ _CHECK = "a check of torch's kernels"
 _STATE = "weights and moments of a checkpoint"
 _VOTE = "torch's vote on known shapes"
 
+#: Each place where a rank's host waits in a step.
 WAITS = (
     # In every step.
     Wait("training/update.py: Update.__call__", "read", _LOSS, 3, "step"),

@@ -170,7 +170,7 @@ def _markdown(text: str) -> str:
     """Return a docstring as Markdown: single backticks; indented lines are code."""
     parts = []
     for block in re.split(r"\n\s*\n", text.strip()):
-        if all(line.startswith("    ") for line in block.splitlines()):
+        if block and all(line.startswith("    ") for line in block.splitlines()):
             parts.append("```text\n" + "\n".join(line[4:] for line in block.splitlines()) + "\n```")
             continue
         quoted = re.split(r"(``.+?``)", block, flags=re.DOTALL)

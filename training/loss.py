@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,9 +86,9 @@ class Loss(ABC):
     #: rows are read later (``data.batch.BatchParts``).
     count_labels: Callable[[float], Mapping[str, Tensor | float]] | None = None
 
-    @property
+    @cached_property  # unlike a property's, its place may be set
     def terms(self) -> Mapping[str, Term]:
-        """Return the terms by name; a subclass may have a mapping in place of this."""
+        """Return the terms by name; a subclass may have a mapping in place of this, or set one."""
         return _ONE_TERM
 
     def for_state(self, state: ParallelState) -> Loss:
@@ -101,7 +101,8 @@ class Loss(ABC):
         Raises ``BadInput``; the step then refuses on every rank alike.
         """
         require(isinstance(batch, Mapping), "batch", None, "tensors by name", type(batch).__name__)
-        return batch
+        samples: Samples = batch
+        return samples
 
     @abstractmethod
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
@@ -219,9 +220,9 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
     The first sample is given once, and then twice. A sum is then twice as large, but a mean stays the same.
     Returns ``None`` if this test says nothing: no label of the first sample counts, the loss is zero, the
     count does not grow with the samples, or the model's output is not made of tensors with the samples on
-    dim 0, in tuples or dicts.
+    dim 0, in tuples, dicts or dataclasses.
     """
-    tensors, size = tensors_in(output), len(next(iter(samples.values())))
+    tensors, size = tensors_in(output, records=True), len(next(iter(samples.values())))
     if not tensors or not all(tensor.ndim and len(tensor) == size for tensor in tensors):
         return None
     numbers: list[float] = []

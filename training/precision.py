@@ -158,7 +158,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
                     local_data(master.grad).add_(grad)
 
     def _made(self) -> list[ComputeWeight]:
-        modules = dict(self.model.named_modules())
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         weights: dict[nn.Parameter, ComputeWeight] = {}
         for name, master in self.model.named_parameters(remove_duplicate=False):
             if name in self.fixed or not (self.precision.casts or is_dtensor(master)):
@@ -182,7 +182,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._of_forward:
             return
-        waits = [tensor for tensor in engine.tensors_in(output) if tensor.requires_grad]
+        waits = [tensor for tensor in engine.tensors_in(output, records=True) if tensor.requires_grad]
         if waits:
             waits[0].register_hook(lambda grad: engine.after_backward(self._leave))
         else:

@@ -117,7 +117,8 @@ def check_memory(recipe: Recipe, planned: Plan) -> None:
     if recipe.device != "cpu" and not recipe.memory.offload:
         return
     family = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
-    stages = family.declarations(planned.config, recipe.layout, split=planned.split)
+    split = planned.split if planned.own is None else recipe.layout_section.split  # else its class cuts
+    stages = family.declarations(planned.config, recipe.layout, split=split)
     trained = recipe.lora is None and not planned.groups  # else some weights are frozen
     itemsize = dtype_named(recipe.dtype).itemsize
     check_host_memory(stages, recipe.layout, itemsize=itemsize, trained=trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ class TokenLoss(Loss):
         """Return the number of blocks of multi-token prediction that run."""
         return self.model.config.mtp_blocks if self.runs_mtp else 0
 
-    @property
+    @cached_property
     def terms(self) -> Mapping[str, Term]:
         terms = {"next_token": Term()}
         return terms | {"mtp": Term(self.mtp / self.blocks, in_total=False)} if self.blocks else terms

@@ -55,6 +55,8 @@ def shard_over_data(
         if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
+    for name, declaration in stated.items():
+        declaration.check_shared(name)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
     from torch.distributed.tensor import Shard
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from .accelerator import is_host
 
@@ -76,32 +77,64 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower."""
+    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower, and
+    makes several of a parameter that several modules hold.
+    """
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter, []).append((module, name))
     with OfParts():
         model.to_empty(device=device)
+    for (first, name), *others in holders.values():
+        for module, other in others:
+            module.register_parameter(other, first.get_parameter(name))
 
 
-def tensors_in(nest: object) -> list[Tensor]:
-    """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator."""
+def tensors_in(nest: object, *, records: bool = False) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists and dicts; modes ask this at every operator.
+
+    ``records``: also those in dataclasses.
+    """
     if isinstance(nest, Tensor):
         return [nest]
     tensors: list[Tensor] = []
+    if records and _is_record(nest):
+        nest = _fields(nest)
     if isinstance(nest, _NESTS):
-        _collect(nest, tensors)
+        _collect(nest, tensors, records)
     return tensors
 
 
-def _collect(nest: Iterable[Any], tensors: list[Tensor]) -> None:
+def _collect(nest: Iterable[Any], tensors: list[Tensor], records: bool) -> None:
     for element in nest.values() if isinstance(nest, dict) else nest:
         if isinstance(element, Tensor):
             tensors.append(element)
-        elif isinstance(element, _NESTS):
-            _collect(element, tensors)
+        elif records or isinstance(element, _NESTS):
+            tensors += tensors_in(element, records=records)
+
+
+def _is_record(nest: object) -> bool:
+    return is_dataclass(nest) and not isinstance(nest, type)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.init}
 
 
 def map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest, be it of a class that transformers' models return, with each tensor changed."""
-    return tree_map_only(Tensor, change, nest)
+    """Return the same nest, be it of dataclasses or what transformers' models return, with each of its
+    tensors changed.
+    """
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not _is_record(leaf):
+            return leaf
+        return replace(leaf, **{name: map_tensors(inner, change) for name, inner in _fields(leaf).items()})
+
+    return tree_map(changed, nest)
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -120,6 +120,7 @@ def request_of(name: str, raw: dict[str, Any], machine: Machine, gpus: int) -> R
         expected = "a recipe without float8 and without frozen groups of parameters"
         todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
         raise BadInput(f"plan {name}", "MODEL", expected=expected, found="one of these", todo=todo)
+    machine.peak(recipe.compute_dtype)  # refuses a data type that it has no speed of
     planned, _ = plan_without_weights(recipe)
     room = usable(machine.memory, recipe.memory.headroom)
     return Request(name, recipe, raw, planned.family, planned.config, machine, gpus, room)

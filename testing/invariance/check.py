@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ...checkpoints import differences, read_source
 from ...parallel_state import Layout
 from ...ranks.pickling import FunctionName, pack
+from ...training import FunctionLoss, Loss
 from ..layouts import on_ranks
 from .run import Trial, run_trial
 from .verdict import Fault, Figures, Judge, module_of
@@ -34,7 +36,7 @@ def assert_layout_invariant(
     batch: Mapping[str, Tensor],
     *,
     layouts: Sequence[Layout] = LAYOUTS,
-    loss: Callable[..., tuple[Tensor, Tensor | int]] | None = None,
+    loss: Callable[..., Any] | None = None,
     micro_batch: int = 1,
     steps: int = 3,
     clip: float = 0.1,
@@ -51,13 +53,14 @@ def assert_layout_invariant(
     find by name, or a ``functools.partial`` of one. On one process its ``state`` is ``None``. ``batch``:
     tensors by name, samples on dim 0; ``forward`` takes those that it names, ``loss(given, samples)`` all of
     them and, if it names it, ``state``, and returns the sum of the losses and how many they are, alike on
-    all tensor ranks. Without ``loss`` the module gives one whole tensor, whose elements all weigh otherwise.
-    ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the plainest that goes with
-    the layout's stages: 1f1b, interleaved, or zbv.
+    all tensor ranks; or it is a ``Loss``. Without one the module gives a whole tensor, whose elements all
+    weigh otherwise. ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the
+    plainest that goes with the layout's stages: 1f1b, interleaved, or zbv.
 
     Compared are, from micro-batch to micro-batch, what each module is given and gives and the gradients of
     both; every parameter's gradient; loss, gradient norm and weights of ``steps`` AdamW steps with clipping;
-    and a ``checkpoint`` that each layout writes and the next reads, bit for bit. Dropout is off.
+    and a ``checkpoint`` that each layout writes and the next reads, bit for bit. Dropout is off. Over context
+    ranks, for which a ``Loss`` states its ``sequence``, modules are not compared.
 
     Returns the largest differences by layout. Raises ``LayoutVariance``, an ``AssertionError``, which names
     the first module that differs in the order of computation, and ``BadInput`` for a layout that the module
@@ -65,8 +68,9 @@ def assert_layout_invariant(
     largest element; ``timeout``, in seconds, is of each run.
     """
     name, arguments = _named(factory)
-    loss_name = None if loss is None else FunctionName.of(loss)
-    packed = pack((*arguments, dict(batch)))
+    by_name = loss is None or isinstance(loss, FunctionType)
+    loss_name = None if loss is None else FunctionName.of(loss if by_name else _written(loss))
+    packed = pack((*arguments, dict(batch), None if by_name else loss))
     trial = Trial(name, loss_name, packed, micro_batch, steps, clip, lr, seed, schedule)
     figures: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -92,6 +96,14 @@ def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
         name = apart.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
         text = f"{apart.name} is not what was read: {apart.what}"
         raise LayoutVariance(layout, Fault(module_of(name), "checkpoint", apart.relative, text))
+
+
+def _written(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what the user wrote of a loss that is no function: of a ``Loss`` its class, or the function."""
+    if isinstance(loss, FunctionLoss):
+        loss = loss.function
+    inner: Callable[..., Any] = loss.func if isinstance(loss, partial) else loss
+    return type(inner) if isinstance(inner, Loss) else inner
 
 
 def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:

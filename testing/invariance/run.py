@@ -38,7 +38,7 @@ Declared = Mapping[str, Declaration]
 class Trial:
     """State what every rank has to do; without a ``schedule`` it is the plainest for the layout's stages.
 
-    ``arguments``: those for the factory and the batch, packed.
+    ``arguments``: those for the factory, the batch, and a loss that is no function, packed.
     """
 
     factory: FunctionName
@@ -57,10 +57,10 @@ class Trial:
         The user's file is loaded first: its classes may be among the arguments.
         """
         factory = self.factory.load()
-        loss = _spread if self.loss is None else self.loss.load()
-        args, keywords, batch = unpack(self.arguments)
+        named = _spread if self.loss is None else self.loss.load()
+        args, keywords, batch, loss = unpack(self.arguments)
         wide = {n: x.to(DTYPE) if x.is_floating_point() else x for n, x in batch.items()}
-        return partial(factory, *args, **keywords), loss, wide
+        return partial(factory, *args, **keywords), loss or named, wide
 
 
 @dataclass

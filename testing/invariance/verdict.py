@@ -85,9 +85,14 @@ class Judge:
     def _losses(self) -> Fault | None:
         if wrong := self._wrong_number("losses", 0):
             off, text = wrong
-            text += ", though every module's output is right: the loss function gives the sum and the count "
-            return Fault("", "loss", off, f"the loss of {text}of its own samples, alike on all tensor ranks")
+            text += self._although("every module's output is right")
+            todo = "a loss gives the sum and the count of its own samples, alike on all tensor ranks"
+            return Fault("", "loss", off, f"the loss of {text}: {todo}")
         return None
+
+    def _although(self, right: str) -> str:
+        """Return what was found right before, if modules were compared at all."""
+        return "" if self.layout.context > 1 else f", though {right}"
 
     def _wrong_number(self, key: str, step: int) -> tuple[float, str] | None:
         """Return how far the first rank is off whose number of this step differs, and what it has."""
@@ -105,8 +110,8 @@ class Judge:
                 continue
             holders = [rank for rank in self.ranks if name in rank.run.gradients]
             if holders and name in self.alone.run.gradients:
-                text = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
-                text += self._wrong_declaration(name, holders)
+                text = f"the gradient of {name} differs by {relative:.1e}"
+                text += self._although("every activation's is right") + self._wrong_declaration(name, holders)
             else:
                 text = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
             return Fault(module_of(name), "gradient", relative, text)
@@ -172,8 +177,11 @@ class Judge:
         """Yield each event of the one process, in order, and how the tensor ranks that saw it hold it.
 
         A rank numbers its own calls of a module, and one process all. So what several pipeline ranks call is
-        left out: it is compared by what other modules are given and give, and by its gradients.
+        left out: it is compared by what other modules are given and give, and by its gradients. So is what
+        context ranks call, each with its chunks of a row.
         """
+        if self.layout.context > 1:
+            return
         alone: dict[Event, Tensor] = getattr(self.alone.seen, order)
         floats = [x for x in alone.values() if x.is_floating_point()]
         least = max((zero_share(x.dtype) * largest(x) for x in floats), default=0.0)

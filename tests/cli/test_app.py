@@ -52,7 +52,7 @@ def count(number: int):  # typer reads it
     print(number)
 
 
-AGAIN = "(run again with --debug for the traceback)\n"
+AGAIN = "(for the traceback run it as trilith --debug ...)\n"
 
 
 def call(*words):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.strangers import STUBS
 from torch import nn
-from trilith.layers import ColumnParallelLinear
+from torch.nn import functional as F
+from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
 from trilith.testing import collectives_of, run_parallel
@@ -103,6 +104,7 @@ def as_list(x):
     ("between", "operator"),
     [(first_words, "nonzero"), (scaled, "aten::_local_scalar_dense"), (as_list, "tolist"),
      (torch.linalg.eigvals, "eig"), (lambda x: x.view(3, -1), "shape '[3, -1]'"),
+     (lambda x: F.conv1d(x, x.new_ones(8, 8, 1), x.new_ones(8).double()), "Cast floating samples"),
      (lambda x: sys.exit("enough"), "enough")],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [True, False])
@@ -132,6 +134,30 @@ def test_a_module_with_the_asked_names_alone_is_planned(name, layout):
         plan = plan_memory(work, model, samples=stub.batch(0), loss=stub.loss())
         assert plan.moments == 2 * 4 * rank_parameters(model, state).every.trained_stored
         assert (plan.moments < plan.weights) == (name != "stub") and plan.activations > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [(Layout.of(data=2, zero=3), 0), (Layout(pipeline=2), 1),
+     (Layout(pipeline=2, virtual_stages=2, v_shape=True), 0)],
+)  # fmt: skip
+def test_a_tied_embedding_is_summed_where_two_ranks_hold_it(layout, times):
+    state = ParallelState.stand_in(layout)
+    model = nn.ModuleDict({"embed": VocabParallelEmbedding(8, 4, ends=True, state=state)})
+    assert rank_parameters(model, state).every.end_tensors == times
+
+
+def test_a_scalar_is_planned_on_one_data_rank_and_refused_on_more():
+    """A temperature, of which FSDP refuses to hold a part."""
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
+    assert rank_parameters(model, ParallelState.alone()).every.trained_stored == 1
+    state = ParallelState.stand_in(Layout.of(data=2))
+    for refuses in (
+        lambda: rank_parameters(model, state),
+        lambda: shard_over_data(model, state, Precision()),
+    ):
+        with pytest.raises(BadInput, match=r"^scale: shape: expected a dim, .* found \(\). Make it of shape"):
+            refuses()
 
 
 def test_samples_and_loss_are_asked_for():

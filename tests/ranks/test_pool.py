@@ -58,7 +58,7 @@ def make_tensors():
 def unusual():
     """Make numbers of two bytes, none, turned ones, and those that torch marks instead of writing them."""
     turned, marked = torch.arange(6.0).view(2, 3).t(), torch.tensor([1 + 2j]).conj()
-    return torch.tensor(5.0).bfloat16(), torch.zeros(0, 3), turned, marked, marked.imag
+    return torch.tensor(5.0).bfloat16().expand(1), torch.zeros(0, 3), turned, marked, marked.imag
 
 
 def return_dtensor():

@@ -111,11 +111,11 @@ def labels_that_count(samples: Samples) -> Tensor:
 class Preference(Loss):
     """DPO (Rafailov et al. 2023) with the next token of the chosen row; two rows in turn are a pair."""
 
-    terms = MappingProxyType({"preference": Term(), "next_token": Term(0.3), "wins": Term(in_total=False)})
     sequence, group = BOTH, 2
 
     def __init__(self, state: ParallelState) -> None:
         self.state = state
+        self.terms = {"preference": Term(), "next_token": Term(0.3), "wins": Term(in_total=False)}
 
     def count(self, samples: Samples) -> dict[str, Tensor | float]:
         pairs = len(samples["labels"]) // 2

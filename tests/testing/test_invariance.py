@@ -32,6 +32,7 @@ from trilith.parallel_state import (
 )
 from trilith.testing import LayoutVariance, assert_layout_invariant
 from trilith.testing.invariance.relation import place
+from trilith.training import FunctionLoss
 
 D, HIDDEN = 8, 16
 BATCH = {
@@ -80,6 +81,7 @@ class Net(nn.Module):
                 "down": RowParallelLinear(HIDDEN, D, state=state),
             }
         )
+        self.under_two_names = self.mlp["up"]
         self.last = LayerNorm(D, state=state)
 
     def forward(self, x):
@@ -118,7 +120,7 @@ def loss(y, samples):
 
 def test_what_is_right_is_right_in_every_layout():
     layouts = [TENSOR, SEQUENCE, Layout.of(data=2, zero=2), Layout.of(tensor=2, data=2, zero=3)]
-    found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=loss)
+    found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=FunctionLoss(loss))
     assert list(found) == layouts
     for one in found.values():
         assert 0 < one.gradients < 1e-12
@@ -165,8 +167,9 @@ class Mixture(nn.Module):
 
 
 def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives():
-    layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(tensor=2, data=2, expert=2)]
-    assert_layout_invariant(Mixture, BATCH, layouts=layouts, loss=loss, steps=2)
+    layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(context=2, expert=2)]
+    batch, cut = {name: x[:, :4] for name, x in BATCH.items()}, {"x": 1, "wanted": 1}
+    assert_layout_invariant(Mixture, batch, layouts=layouts, loss=FunctionLoss(loss, sequence=cut), steps=2)
     with pytest.raises(LayoutVariance) as caught:
         assert_layout_invariant(partial(Mixture, True), BATCH, layouts=layouts[:1], loss=loss, steps=1)
     assert (caught.value.fault.phase, caught.value.fault.module) == ("forward", "")

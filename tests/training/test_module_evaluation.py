@@ -1,5 +1,7 @@
 """A module of a user's: evaluated in any layout, with outputs and losses that are right or are refused."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from support.refusals import refusal_of
@@ -19,8 +21,14 @@ LAYOUTS = [
 ]
 
 
+@dataclass
+class Given:
+    first: torch.Tensor
+    more: dict[str, torch.Tensor]
+
+
 class Net(nn.Module):
-    """Dropout in every block; the last stage gives a dict."""
+    """Dropout in every block; the last stage gives a dataclass with a dict."""
 
     def __init__(self, *, state=None):
         super().__init__()
@@ -33,12 +41,12 @@ class Net(nn.Module):
         h = x if h is None else h
         for i in stage.blocks:
             h = h + self.dropout(self.blocks[str(i)](h).tanh())
-        return {"first": h[..., :3], "rest": h[..., 3:]} if stage.last else h
+        return Given(h[..., :3], {"rest": h[..., 3:]}) if stage.last else h
 
 
 def loss(given, samples):
     counts = samples["counts"]
-    each = given["first"].square().sum(-1) + given["rest"].sum(-1)
+    each = given.first.square().sum(-1) + given.more["rest"].sum(-1)
     return (each * counts).sum(), counts.sum()
 
 
@@ -86,7 +94,7 @@ class Tensors(Net):
 
     def forward(self, h=None, *, x, stage=None):
         given = super().forward(h, x=x, stage=stage)
-        return torch.cat([*given.values()], -1) if isinstance(given, dict) else given
+        return torch.cat([given.first, given.more["rest"]], -1) if isinstance(given, Given) else given
 
 
 def a_mean(given, samples):
@@ -98,7 +106,7 @@ class Early(Net):
 
     def forward(self, h=None, *, x, stage=None):
         given = super().forward(h, x=x, stage=stage)
-        return given if isinstance(given, dict) else {"h": given}
+        return given if isinstance(given, Given) else {"h": given}
 
 
 def refused(model, loss, layout):
@@ -119,4 +127,4 @@ def test_every_rank_refuses_a_mean(layout):
 def test_every_rank_refuses_a_dict_between_stages():
     said = run_parallel(refused, 2, Early, loss, Layout(pipeline=2))
     assert said[0] == said[1]
-    assert "stage: output: expected a tensor or a tuple of them between stages, found a dict" in said[0]
+    assert "stage: output: expected a tensor or a tuple of them between stages, found dict" in said[0]

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from support.refusals import Refused, refusal_of, refusals
 from support.short_runs import losses, run_and_listen, run_recipe, train, whole_tensors, write_recipe
 from support.token_files import write_token_file
+from torch import nn
 from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches
 from trilith.data.items import ItemBatches
@@ -23,6 +24,7 @@ from trilith.data.token_file import TokenFile
 from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState, initialize
+from trilith.parallel_state.engine import to_empty
 from trilith.planner.dry_run import dry_run, work_of
 from trilith.planner.search import Worker
 from trilith.planner.search.choice import Choice
@@ -36,6 +38,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
 from trilith.training.run_plan import check_run, plan
+from trilith.training.supervised import check_memory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Of each example: the class, the loss, the data set or the length of rows of tokens.
@@ -321,6 +324,21 @@ def test_frozen_groups_and_float8_are_planned(tmp_path):
     assert frozen.rank.memory.gradients == plain.rank.memory.gradients - 4 * still
     assert frozen.flops.trained < plain.flops.trained == frozen.flops.matrices
     assert planned(compute="float8").rank.memory.block != planned(compute="bfloat16").rank.memory.block
+
+
+def test_a_weight_of_two_modules_stays_one_in_memory():
+    """As output layers of one's own share the embedding's; torch's ``to_empty`` makes two."""
+    with torch.device("meta"):
+        first, second = model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        second.weight = first.weight
+    to_empty(model, torch.device("cpu"))
+    assert second.weight is first.weight and not first.weight.is_meta
+
+
+def test_the_memory_of_stages_that_a_class_cuts_is_checked(tmp_path):
+    """By the command, before it starts their ranks."""
+    checked = parse_recipe(recipe("vit", tmp_path, layout={"pipeline": 2}))
+    check_memory(checked, plan(checked))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Check what ``Step`` refuses, on every rank alike, because it would silently train other numbers."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,7 +31,13 @@ def squares(y, samples):
 X = {"x": torch.arange(16.0).view(4, 4)}
 
 
+@dataclass
+class Packed:
+    a: torch.Tensor
+
+
 PACKS = {
+    "dataclass": (Packed, lambda given: given.a),
     "tuple": (lambda y: (y, y), lambda given: given[0]),
     "dict": (lambda y: {"a": y, "b": (y,)}, lambda given: given["a"]),
     "tensor": (lambda y: y, lambda given: given),
