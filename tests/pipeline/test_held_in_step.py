@@ -20,7 +20,11 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(name, s
     own = draw.choice([2, 3, 4]) if name.startswith("interleaved") else 2
     layout = Layout.of(pipeline=pipeline, virtual_stages=own, v_shape=layout_of(name, 4).v_shape)
     # An interleaved schedule's rounds may have more micro-batches than the pipeline has ranks.
-    odd = draw.choice([0, rounds * (rounds < pipeline)]) if name.startswith("interleaved") else draw.randrange(pipeline)
+    odd = (
+        draw.choice([0, rounds * (rounds < pipeline)])
+        if name.startswith("interleaved")
+        else draw.randrange(pipeline)
+    )
     shape = name, pipeline, own, layout.v_shape, rounds * pipeline + odd
     for rank in range(pipeline):
         whole = [draw.uniform(0, 100) for _ in range(own)]
