@@ -110,9 +110,8 @@ def read_blocks(
                 if unpacked > max(UNPACKED_FREELY, MOST_UNPACKED * raw.tell()):
                     expected = f"a file that unpacks to at most {MOST_UNPACKED} times its size"
                     raise BadInput(path, expected=expected, found="one that unpacks to more")
-                if first == 1:
-                    data = data.removeprefix(codecs.BOM_UTF8)
-                yield Block(path, kind, first, data, raw.tell())
+                text = data.removeprefix(codecs.BOM_UTF8) if first == 1 else data
+                yield Block(path, kind, first, text, raw.tell())
                 first += data.count(b"\n")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise BadInput(path, expected="a whole compressed file", found=str(error)) from error
