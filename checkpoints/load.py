@@ -190,7 +190,7 @@ def _check_same(source: Source, described: Described) -> None:
             source, "lora.", family.lora, stored.family.lora, "lora_dropout",
             todo="A resumed run cannot change its adapters; start a new run with lora.init_from",
         )  # fmt: skip
-    todo = "This is a checkpoint of another model"
+    todo = "This is a checkpoint of another model: name that model, or write to another folder"
     _check_same_fields(source, "", described.config, stored.config, "initializer_range", todo=todo)
 
 

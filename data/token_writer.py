@@ -172,7 +172,7 @@ class TokenWriter:
             raise BadInput(self._paths.tokens, "tokens", expected="at least one", found="none in the input")
         if self._template is not None and not self._learnt:
             expected = "at least one"
-            todo = "The chat template marks no text as the assistant's"
+            todo = "No sample has an answer of the assistant's, or the chat template marks none"
             actual = f"none in {counted(self.left_out, 'sample')}"
             raise BadInput(self._paths.targets, "tokens to learn", expected=expected, found=actual, todo=todo)
         for open_file in self._files.values():

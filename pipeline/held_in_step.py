@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..parallel_state import Layout
 from .schedule_actions import Kind, walk
+from .schedule_kinds import schedule_kind
 
 
 class Instant(NamedTuple):
@@ -62,8 +63,10 @@ class HeldInStep:
     ) -> None:  # fmt: skip
         pipeline, few = layout.pipeline, micro_batches
         if pipeline > 1 and name not in _ONE_STAGE:
-            # Rounds in the middle of a step are all alike; of three, one begins in the second half.
-            few = min(few, 3 * pipeline + few % pipeline)
+            # Rounds in the middle of a step are all alike; of three, one begins in the second half. Those of
+            # an interleaved schedule may be longer than the pipeline: 32 micro-batches over 7 are 4 times 8.
+            size = few // max(1, few // pipeline) if schedule_kind(name).interleaved else pipeline
+            few = min(few, 3 * size + few % size)
         self._rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
         self._here, self._micro_batches = layout.stages_of(rank), micro_batches
         #: How many messages are sent for the others, which have been kept by the second half.

@@ -172,7 +172,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     with tempfile.TemporaryFile("w+") as log:
         ranks = _start(arguments, world, run, store.port, stdin=lock, stderr=log)
         with handled_signals(lambda number, frame: _send(ranks, number)):
-            _wait(ranks, status, run)
+            killed = "".join(f"; {each}" for each in _wait(ranks, status, run))
         codes = [rank.returncode for rank in ranks]
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
         if not any(codes) or ended == [0] * world:  # whatever became of a process behind its end
@@ -180,7 +180,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         failed = first_failure(status, run=run)
         if failed is not None:
             kind = "stopped" if failed.code == PREEMPTED else "error"
-            sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}\n")
+            sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}{killed}\n")
             return int(failed.code or 1)
         dead = blame(status, world, but=-1, run=run, wait=0.0)
         if not (dead and ended):  # not one came far enough to say why
@@ -219,12 +219,13 @@ def _start(
     return ranks
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> list[str]:
     """Wait until all processes have ended. Once a rank has failed, the others are asked to end; those whose
     status does not say soon that they do hang, and are killed. So is, later, a process that hangs behind the
-    end of its rank, also where no rank has failed.
+    end of its rank, also where no rank has failed. Returns what others killed, which no rank can say itself.
     """
     ending_since: float | None = None
+    killed: list[str] = []
     while running := [rank for rank in ranks if rank.poll() is None]:
         time.sleep(_LOOK_EVERY)
         statuses = read_status(status, run=run)
@@ -233,11 +234,14 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], status: Path, run: str) -> N
         failed = any(code not in (None, 0, PREEMPTED) for code in codes)
         if ending_since is None and (failed or len(ended) == len(ranks)):
             ending_since = time.monotonic()
+            ends = ((rank, process.poll() or 0) for rank, process in enumerate(ranks))
+            killed = [f"rank {rank} was killed by signal {-code}" for rank, code in ends if code < 0]
             _send(running if failed else [], signal.SIGTERM)
         late = 0.0 if ending_since is None else time.monotonic() - ending_since
         if late > _HANGING_AFTER:
             ending = set[int]() if late > _ENDING_AFTER else ended
             _send([rank for rank in running if rank.pid not in ending], signal.SIGKILL)
+    return killed
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:

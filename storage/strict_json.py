@@ -1,5 +1,6 @@
 """Parse JSON from untrusted sources: refuse what readers could understand in two ways, and never crash."""
 
+import codecs
 import json
 import math
 import re
@@ -16,6 +17,9 @@ from ..parallel_state import BadInput
 DEEPEST = 100
 #: Whole numbers have at most as many digits, so that a float holds each and code may compare them as one.
 _MOST_DIGITS = 300
+
+#: What to do with a text in another encoding.
+SAVE_AS_UTF8 = "Save the file as UTF-8, such as with iconv -f latin1 -t utf-8"
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -50,9 +54,9 @@ def parse_object(
     except UnicodeEncodeError:
         raise kind(where, expected="text", found="half a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
-        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        todo = what_it_looks_like(raw) or ("" if raw.strip() else "The file is empty")
-        raise kind(where, expected="valid JSON", found=place, todo=todo) from None
+        line = f"line {error.lineno}, " if "\n" in text.strip() else ""  # else the caller names the line
+        place = f"{error.msg} at {line}column {error.colno}"
+        raise kind(where, expected="valid JSON", found=place, todo=_hint(raw)) from None
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
@@ -67,7 +71,8 @@ def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         bad_byte = f"byte {raw[error.start]:#04x} at {error.start}"
-        raise kind(where, expected="UTF-8 text", found=bad_byte, todo=what_it_looks_like(raw)) from None
+        todo = what_it_looks_like(raw) or SAVE_AS_UTF8
+        raise kind(where, expected="UTF-8 text", found=bad_byte, todo=todo) from None
 
 
 def is_pointer(raw: bytes) -> bool:
@@ -76,12 +81,14 @@ def is_pointer(raw: bytes) -> bool:
 
 
 def what_it_looks_like(raw: bytes) -> str:
-    """Return what to do if the first bytes show a git-lfs pointer or a web page, else an empty string."""
+    """Return what to do if the first bytes are of a git-lfs pointer, a web page or UTF-16, else nothing."""
     head = raw[:256].lstrip().lower()
     if is_pointer(head):
         return "This is a git-lfs pointer, not the file: run git lfs pull"
     if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "This is a web page saved under the file's name: download the file again"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "This looks like UTF-16: save it as UTF-8, such as with iconv -f utf-16 -t utf-8"
     return ""
 
 
@@ -89,6 +96,13 @@ def shown(text: object, limit: int = 80) -> str:
     """Return untrusted text as one short line for an error message."""
     line = repr(text)
     return line if len(line) <= limit else f"{line[:limit]}…"
+
+
+def _hint(raw: bytes) -> str:
+    begun = {b"": "The file is empty"} | dict.fromkeys(
+        (b"[", b"{"), "A .jsonl file has a whole object a line"
+    )
+    return what_it_looks_like(raw) or begun.get(raw.strip(), "")
 
 
 def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -57,8 +57,8 @@ def check_progress(
             paths = [str(file.path) for file in batches.files] if isinstance(batches, GlobalBatches) else []
             files = f", of {', '.join(paths)}" if paths else ""
             raise BadInput(
-                newest, f"data.{key}", expected=stored, found=f"{value}{files}",
-                todo="Resume with the data that the run began with, or start a new run with init_from",
+                newest, key if key == "seed" else f"data.{key}", expected=stored, found=f"{value}{files}",
+                todo="Resume with the data that the run began with, or start a new run with model.init_from",
             )  # fmt: skip
 
 

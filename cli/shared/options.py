@@ -109,7 +109,7 @@ def parse_counts(split: str | None, where: str, option: str = "--split") -> list
         return None
     numbers = [number for word in split.split(",") if (number := whole_number(word.strip())) is not None]
     if len(numbers) != split.count(",") + 1:
-        raise BadInput(where, option, expected="numbers such as 3,2", found=_short(split))
+        raise BadInput(where, option, expected="whole numbers, such as 8 or 3,2", found=_short(split))
     return numbers
 
 

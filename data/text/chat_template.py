@@ -81,6 +81,16 @@ class ChatTemplate:
             name: {"true": True, "false": False}.get(value, value)
             for name, value in (variables or {}).items()
         }
+        for name in self.variables:
+            if re.search(rf"\b{name}\b", self.text) is None:
+                todo = "Look there how it is spelt, or leave it out"
+                raise BadInput(
+                    self._where,
+                    "--template-set",
+                    expected="a name in the chat template",
+                    found=name,
+                    todo=todo,
+                )
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = {*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)}
         if not self._tokenizer.is_fast:
@@ -139,12 +149,13 @@ class ChatTemplate:
     def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
         """Tell whether an answer's end mark is not learnt: a special token right after the learnt text.
 
-        Not if the learnt text itself, apart from blanks, ends with a special token.
+        Nor is one learnt if the last learnt text ends with none, whatever follows. It is learnt if the text,
+        apart from blanks, ends with a special token.
         """
         edges = np.flatnonzero(np.diff(learnt, prepend=0, append=0).astype(bool)).reshape(-1, 2).tolist()
         for start, end in edges:
-            if end == len(ids) or ids[end] not in self._special:
-                continue
+            if [start, end] != edges[-1] and ids[end] not in self._special:
+                continue  # a pause in an answer
             last = next((id for id in ids[start:end][::-1] if self._tokenizer.decode([id]).strip()), None)
             if last not in self._special:
                 return True
@@ -215,9 +226,9 @@ def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -
     warnings, targets = [], file.index.targets
     if targets is not None and targets.unended:
         warnings.append(
-            f"in {counted(targets.unended, 'sample')} the special token right behind an answer is not "
-            "learnt: the model would not learn to stop. Put the end mark inside {% generation %}; see with "
-            "--show 1"
+            f"in {counted(targets.unended, 'sample')} no special token at the end of an answer is learnt: "
+            "the model would not learn to stop. Write an end mark in the template, inside {% generation %}; "
+            "see with --show 1"
         )
     if chat.template_of(tokenizer, path).learns_the_header():
         warnings.append(

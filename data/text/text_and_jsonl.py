@@ -4,6 +4,7 @@ The reader cuts bytes at places where a document cannot go on (a line end in JSO
 paragraphs), so the documents do not depend on where the cuts fall.
 """
 
+import codecs
 import functools
 import gzip
 import re
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from ...parallel_state import BadInput
 from ...storage.safe_open import stat_regular
-from ...storage.strict_json import parse_object
+from ...storage.strict_json import SAVE_AS_UTF8, parse_object, what_it_looks_like
 from .parquet_and_arrow import dataset_files, need, read_rows
 from .tokenizer_loading import LARGEST_TEXT
 
@@ -109,7 +110,8 @@ def read_blocks(
                 if unpacked > max(UNPACKED_FREELY, MOST_UNPACKED * raw.tell()):
                     expected = f"a file that unpacks to at most {MOST_UNPACKED} times its size"
                     raise BadInput(path, expected=expected, found="one that unpacks to more")
-                yield Block(path, kind, first, data, raw.tell())
+                text = data.removeprefix(codecs.BOM_UTF8) if first == 1 else data
+                yield Block(path, kind, first, text, raw.tell())
                 first += data.count(b"\n")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise BadInput(path, expected="a whole compressed file", found=str(error)) from error
@@ -153,8 +155,6 @@ def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{block.path}:{row}", record
         return
     for number, line in enumerate(cast("bytes", block.data).split(b"\n"), block.first):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
         where = f"{block.path}:{number}"
@@ -180,7 +180,8 @@ def _text(where: str, key: str, record: dict[str, Any]) -> str:
         raise BadInput(where, expected=f"an object with {key!r}", found=keys, todo=todo)
     value = record[key]
     if not isinstance(value, str):
-        raise BadInput(where, key, expected="text", found=f"{value!r:.80}")
+        actual = "null" if value is None else f"{value!r:.80}"
+        raise BadInput(where, key, expected="text", found=actual, todo="Leave such records out")
     return value
 
 
@@ -199,9 +200,9 @@ def _decode(block: Block, data: bytes, first: int) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         line = first + data.count(b"\n", 0, error.start)
-        raise BadInput(
-            f"{block.path}:{line}", expected="UTF-8", found=f"byte {data[error.start]:#04x}"
-        ) from error
+        where, bad_byte = f"{block.path}:{line}", f"byte {data[error.start]:#04x}"
+        todo = what_it_looks_like(data) or SAVE_AS_UTF8
+        raise BadInput(where, expected="UTF-8", found=bad_byte, todo=todo) from error
 
 
 def _cut(stream: BinaryIO, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:

@@ -200,7 +200,8 @@ class FolderTokenizer:
 
     def chat(self, messages: list[Message]) -> list[int]:
         if not self.backend.chat_template:
-            raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
+            todo = "Put chat_template.jinja beside the tokenizer, or generate from a plain --prompt"
+            raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none", todo=todo)
         text = self.apply_template(messages, self.path, tokenize=False, add_generation_prompt=True)
         ids: list[int] = self.encode_written(text)["input_ids"]
         return ids
@@ -217,7 +218,7 @@ class FolderTokenizer:
         except BadInput:
             raise
         except Exception as error:  # a template raises what it likes
-            expected, todo = "one that takes this conversation", ""
+            expected, todo = "one that takes this conversation", "Correct it, or leave the conversation out"
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             if isinstance(error, OverLimit):
                 expected, reason = f"one that writes a conversation within {error}", "one that needs more"

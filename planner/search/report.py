@@ -58,7 +58,7 @@ def searched(search: Found) -> str:
     """Return how many layouts there are and how many were looked at, in one line."""
     return (
         f"of {search.legal:,} legal layouts {search.tally.count('memory'):,} that were tried do not fit in "
-        f"{search.request.room / 1e9:.1f} GB; {len(search.timed):,} were simulated completely"
+        f"{search.request.room / 1e9:.1f} GB; simulated completely: {len(search.timed):,}"
     )
 
 

@@ -75,5 +75,7 @@ def test_a_model_without_a_template_is_refused_before_anything_is_read(model, tm
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n"))
     assert run(["chat", str(tmp_path)]) == 2
     assert (
-        capfd.readouterr().err == f"error: {tmp_path}: chat_template: expected one, for a chat, found none\n"
+        capfd.readouterr().err
+        == f"error: {tmp_path}: chat_template: expected one, for a chat, found none. Put chat_template.jinja "
+        "beside the tokenizer, or generate from a plain --prompt\n"
     )

@@ -153,7 +153,12 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
 
 test_a_bad_option_is_refused_by_name = refusals(
     *(
-        command(f"plan hf --gpus {number}", "--gpus: expected numbers such as 3,2", write_model, why=why)
+        command(
+            f"plan hf --gpus {number}",
+            "--gpus: expected whole numbers, such as 8 or 3,2",
+            write_model,
+            why=why,
+        )
         for why, number in (("digits", "٨"), ("power", "²"), ("long number", "9" * 5000))
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),

@@ -184,7 +184,7 @@ MISTRAL = (
     "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' "
     "else ' ' + m.content + '<|im_end|>' }}{% endfor %}"
 )
-ENDLESS, HEADED = "the special token right behind an answer is not learnt", "ignores add_generation_prompt"
+ENDLESS, HEADED = "no special token at the end of an answer is learnt", "ignores add_generation_prompt"
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,7 @@ def write_talks(path, count=6):
         pytest.param(MISTRAL, [], id="no-header-to-learn"),
         pytest.param(SHORT, [f"in 4 samples {ENDLESS}"], id="end-outside-the-marks"),
         pytest.param(SPOKEN, [f"in 4 samples {ENDLESS}"], id="another-special-token-inside"),
+        pytest.param(MISTRAL.replace("<|im_end|>", ""), [f"in 4 samples {ENDLESS}"], id="no-end-mark"),
         pytest.param(PLAIN, [HEADED], id="no-generation-prompt"),
         pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED], id="marks-in-a-comment"),
     ],

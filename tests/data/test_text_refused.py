@@ -66,19 +66,22 @@ test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
     *(
         text(why, "in.jsonl", content, says)
         for why, content, says in (
-            ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
+            ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON, .* at column"),
+            ("not-a-line", b'{\n"text": "a"}\n', r"in\.jsonl:1: .* whole object a line"),
             ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found a list"),
             ("a-key-twice", GOOD + b'{"text": "a", "text": "b"}\n', r"in\.jsonl:2: .*'text' twice"),
             ("many-digits", GOOD + b'{"text": "a", "n": %s}' % (b"1" * 5000), r"in\.jsonl:2: .*5,000 digits"),
             ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
             ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
+            ("null", b'{"text": null}\n', r"in\.jsonl:1: text: .*found null. Leave such records out"),
             ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
             ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
             ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
             ("F1-no-text", b'\n{"text": ""}\n', r"^in\.jsonl: text: .* found none"),
         )
     ),
-    text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
+    text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9. .*iconv -f latin1"),
+    text("text-in-utf-16", "in.txt", "a".encode("utf-16"), r"in\.txt:1: .*0xff. .*iconv -f utf-16"),
     text("F1-empty-file", "in.txt", b"", r"^in\.txt: text: expected at least one document, found none"),
     text("json-array", "in.json", b"[]", "one object a line"),
     text("recipe", "recipe.toml", b"steps = 1", "A recipe is for trilith train"),
@@ -213,6 +216,12 @@ test_templates_that_cannot_be_are_refused = refusals(
         "F9-missing",
         lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
         "expected a file, found nothing there",
+    ),
+    Refused(
+        "setting-of-nothing",
+        lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "chat.jinja", {"thinkng": "false"}),
+        r"chat\.jinja: --template-set: expected a name in the chat template, found thinkng",
+        given=put("chat.jinja", b"{{ thinking }}"),
     ),
     Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
 )

@@ -73,7 +73,7 @@ def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(folder, tokeni
 
 def test_paragraphs_are_documents(folder, tokenizer, tmp_path):
     path = tmp_path / "in.txt"
-    path.write_bytes(b"\n\n  first\nstill first\n\n \t \nsecond\r\n\r\nthird\n\n\n")
+    path.write_bytes(b"\xef\xbb\xbf\n\n  first\nstill first\n\n \t \nsecond\r\n\r\nthird\n\n\n")
     file = tokenize([path], folder, tmp_path / "out", split_paragraphs=True, workers=1)
     assert texts_of(file, tokenizer) == ["  first\nstill first", "second", "third"]
 

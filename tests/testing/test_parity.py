@@ -175,7 +175,7 @@ def test_the_command(folders, capsys):
         ),
         (["--pipeline", "2", "--virtual-stages", "2"], "virtual_stages: expected 1 with 1f1b, found 2"),
         (["--pipeline", "2", "--split", "2,4"], "split: expected 2 counts of at least 1 that add up to 5"),
-        (["--pipeline", "2", "--split", "a"], "--split: expected numbers such as 3,2, found 'a'"),
+        (["--pipeline", "2", "--split", "a"], "--split: expected whole numbers, such as 8 or 3,2, found 'a'"),
         (
             ["--pipeline", "2", "--schedule", "dualpipev", "--samples", "2"],
             "expected at least 4 with dualpipev over pipeline=2, found 2",

@@ -123,6 +123,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_checkpoint_K1(
     assert code == 3
     assert errors.count("\n") == 1
     assert "a collective failed: rank 1 died or hangs in step of step" in errors
+    assert errors.endswith("; rank 1 was killed by signal 9\n")
     assert run.status(0)["code"] == 3
     assert run.steps_saved == [2, 4]
     assert run.ranks() == [0, 0]
