@@ -133,11 +133,7 @@ class Saver:
         if self._optimizer is not None and self._contents.optimizer is not None:
             stored = gather_optimizer("save", self._model, self._optimizer, self._state)
             self._contents = replace(self._contents, optimizer=stored)
-        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
-        for moment in self._moments:
-            assert self._optimizer is not None, moment
-            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
-                tensors[moment_name(moment, name)] = part
+        tensors = self._own_tensors()
         if not self.background:
             self._write(progress, tensors)
             self.poll()
@@ -149,6 +145,15 @@ class Saver:
             self._copies[name].copy_(tensor)
         # A program that just ends waits for it, so a checkpoint begun is completed.
         self._writing = self._thread.submit(self._write, progress, self._copies)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes: the parts that it stores and owns."""
+        tensors = {name: part for name, part, _ in stored_parts(self._mine)}
+        for moment in self._moments:
+            assert self._optimizer is not None, moment
+            for name, part, _ in stored_parts(self._mine, moment_of(self._optimizer, moment)):
+                tensors[moment_name(moment, name)] = part
+        return tensors
 
     def wait(self) -> None:
         """Wait until the current save is committed; raise its error, the same on every rank. Collective."""

@@ -38,6 +38,7 @@ class StoredDeclaration(StrictRecord):
     ends: bool = False
     experts: bool = False
     buffer: bool = False
+    integer: bool = False
     stages: tuple[int, ...] = (0,)
     #: The stages that hold it where each stage has one block; empty if that is not known.
     blocks: tuple[int, ...] = ()
@@ -120,6 +121,7 @@ class ModuleFamily:
     further: ClassVar[str] = ""
     tied_head: ClassVar[str] = ""
     optional_prefix: ClassVar[str] = ""
+    adopted: ClassVar[bool] = False
 
     def declarations(
         self, config: object, layout: Layout | None = None, *, split: Sequence[int] | None = None

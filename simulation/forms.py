@@ -64,7 +64,7 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any) -> Any:
     with nullcontext() if fakes is None else fakes:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+        if facts_of(func).name == "aten::_grouped_mm" and args[0].dtype == torch.float32:
             # Its kernels take fp32 too, its form without numbers does not.
             halves = (matrices.to(torch.bfloat16) for matrices in args[:2])
             return func(*halves, *args[2:], **kwargs).to(torch.float32)

@@ -196,9 +196,9 @@ class Step:
             rows, first = parts.rows if parts else count_samples(samples), self.stages.first_input
             has_first = first is None or parts or first in samples
             require(has_first, "batch", first, "the model's first input", ", ".join(samples))
-            if training or not self.stages.states_shapes:
+            if (training or not self.stages.states_shapes) and rows % self.micro_batch:
                 expected = f"a divisor of the {counted(rows, 'sample')} of a data rank"
-                require(rows % self.micro_batch == 0, "step", "micro_batch", expected, self.micro_batch)
+                raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
             counts, counts_here = nothing, state.counts_here and state.at.pipeline == 0
             if parts:
                 if loss.count_labels is None:

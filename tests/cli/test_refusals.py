@@ -89,7 +89,7 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         command(f"convert hf out {words}", says, write_model)
         for words, says in (
             ("--to hf --split 2,1", "--to hf: expected no layout"),
-            ("--split a", "--split: expected numbers"),
+            ("--split a", "--split: expected whole numbers"),
             ("--dtype int8", "--dtype: expected one of"),
         )
     ),

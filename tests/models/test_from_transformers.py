@@ -540,7 +540,7 @@ def test_a_recipe_is_planned_as_it_sets_the_model_up():
     assert again.memory.activations < ranks[0].memory.activations / 2
     lora = planned(model={"init_from": "none", "implementation": "transformers"}, lora={"r": 2})
     assert 0 < lora.memory.moments == 8 * lora.trained < ranks[0].memory.moments / 4
-    raw = tiny_recipe("run", "tokens", model={"config": tiny("arcee", vocab_size=512)})
+    raw = tiny_recipe("run", "tokens", model={"config": tiny("arcee", vocab_size=512)}, dtype="float32")
     request = request_of("arcee", raw, machine_named("h100-80gb"), 2)
     with pytest.raises(BadInput, match="--generate: expected a family of the zoo, found arcee"):
         generation_layouts(request, torch.bfloat16)
