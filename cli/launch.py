@@ -4,12 +4,15 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..system import BadInput, counted
 from .shared.options import FORCE, recipe_names
 from .shared.parameters import MaybeCount, Overrides, Range, check_recipe_there
 from .shared.say import say
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
 
 
 def launch(
@@ -57,11 +60,13 @@ def launch(
     from ..recipes.recipe import load_recipe
     from ..storage.staging import output_file
 
+    loaded = load_recipe(recipe, overrides or [])
     job = job_of(
-        load_recipe(recipe, overrides or []), recipe, overrides or [], system,
+        loaded, recipe, overrides or [], system,
         nodes=nodes, ranks_per_node=ranks_per_node, name=name,
         **{option: options[option] for each in SYSTEMS.values() for option in each.options},
     )  # fmt: skip
+    _check_model(loaded)
     path = out or Path(job.name + SYSTEMS[system].suffix)
     text = render(job, operand(str(path)))
     command = [*SYSTEMS[system].submit, operand(str(path))]
@@ -78,3 +83,14 @@ def launch(
         raise BadInput(
             "launch", "--submit", expected=f"{command[0]} to take the file", found=f"exit code {code}"
         )
+
+
+def _check_model(recipe: "Recipe") -> None:
+    """Refuse a layout that the model cannot have before the job is queued, if the model is known here."""
+    from ..planner.dry_run import plan_without_weights
+
+    model = recipe.model
+    absent = model.init_from is not None and model.config is None and not Path(model.init_from).exists()
+    if model.module is None and not absent:
+        watch = recipe.watch.model_copy(update={"trackers": ()})  # whose packages only the nodes need
+        plan_without_weights(recipe.model_copy(update={"watch": watch}))

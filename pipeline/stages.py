@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
-from ..parallel_state.engine import accelerator, is_sharded, map_tensors
+from ..parallel_state.engine import accelerator, is_sharded, map_tensors, without_view
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
@@ -148,7 +148,8 @@ class Stages:
         """
         received = () if x is None else split_sent(x, self.outputs[number - 1])
         made = self._run(number, received, micro_batch)
-        return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made, last=False))
+        last = number == self.state.layout.stages - 1
+        return made if last else without_view(as_one(tensors_of(made, last=False)))
 
     def forward(self, micro_batch: Samples) -> Any:
         """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
@@ -221,7 +222,8 @@ class Stages:
             made = self._run(number, split_sent(x, received) if number else (), samples)
             if last:
                 self._form = map_tensors(made, lambda tensor: _HOLE)
-            return as_one(tensors_of(made, last=last))
+            joined = as_one(tensors_of(made, last=last))
+            return joined if last else without_view(joined)  # a backward in two parts detaches it in place
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]

@@ -75,7 +75,7 @@ def _forward_flops(family: Family, config: ModelConfig, sequence_length: int) ->
     which are in the stages of the first and of the last one.
     """
     counted = flops_of_config(family, config, sequence_length)
-    blocks = [part.forward for part in counted.blocks]
+    blocks = [part.forward for part in counted.blocks] or [0.0] * config.num_hidden_layers  # if none is known
     blocks[0] += counted.first.forward
     blocks[-1] += sum(part.forward for part in counted.last)
     return blocks

@@ -64,6 +64,7 @@ from .local_tensors import (
     map_tensors,
     tensors_in,
     to_empty,
+    without_view,
 )
 from .measuring import Waited, dump_on_timeout, group_ranks, recorded_collectives, waiting_time
 from .weight_gradients import compute_weight_gradients

@@ -137,6 +137,11 @@ def map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree_map(changed, nest)
 
 
+def without_view(x: Tensor) -> Tensor:
+    """Return a tensor that is no view of another: itself, or a copy."""
+    return x.clone() if x._is_view() else x
+
+
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, in ``dtype``; few kernels for all of them."""
     if any(is_host(tensor.device) and tensor.dtype != dtype for tensor in tensors):

@@ -163,7 +163,8 @@ class Evaluator:
             blocks = whole.stages[0][: len(whole.stages[0]) - self.request.config.mtp_blocks]
             of_blocks = [(ranks.exchange(group), number / pipeline) for group, number in blocks]
             shares = [[seconds * share for seconds in each] for each, share in of_blocks]
-            exchanges[store] = Exchange(*map(sum, zip(*shares, strict=True)))
+            none = [0.0] * len(Exchange._fields)  # of a model whose blocks are not known
+            exchanges[store] = Exchange(*map(sum, zip(none, *shares, strict=True)))
         return exchanges
 
     @remembered

@@ -401,6 +401,13 @@ def test_the_page_s_models_fit_their_gpus(capsys):
         assert run(words) == 0, words
 
 
+def test_no_job_is_written_for_a_layout_that_the_model_cannot_have(tmp_path, capsys):
+    words = ["launch", "slurm", RECIPE, "layout.tensor=48", "--out", str(tmp_path / "job")]
+    assert run(words) == 2
+    assert "layout: tensor: expected a divisor of num_attention_heads=64" in capsys.readouterr().err
+    assert not (tmp_path / "job").exists()
+
+
 def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "job"

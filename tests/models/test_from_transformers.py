@@ -129,8 +129,10 @@ def test_an_axis_of_a_type_equals_one_process(kind, axis):
         (short(tiny("gpt_bigcode")), Layout.of(tensor=2, pipeline=2, sequence=True)),
         # A rank's second stage does not look up positions, whose table it has not gathered.
         (tiny("gpt2"), Layout.of(pipeline=2, virtual_stages=2, data=2, zero=3)),
+        # Blocks give views, which a backward in two parts detaches in place.
+        (tiny("opt"), Layout.of(pipeline=2, virtual_stages=2, v_shape=True)),
     ],
-    ids=["sequence", "interleaved"],
+    ids=["sequence", "interleaved", "two parts"],
 )
 def test_several_axes_of_a_type_equal_one_process(raw, layout):
     row = prove(raw["model_type"], raw, {"several": layout})
@@ -551,6 +553,7 @@ def test_a_recipe_is_planned_as_it_sets_the_model_up():
     [
         "deepseek_v4",  # products of experts in fp32
         "lfm2",  # attention of grouped heads with a mask
+        "hrm_text",  # blocks that are not known
     ],
 )
 def test_a_type_that_makes_its_masks_itself_is_planned(kind):

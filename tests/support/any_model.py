@@ -251,7 +251,7 @@ def stepped(raw: Mapping[str, Any], state: ParallelState) -> tuple[nn.Module, St
     return model, Step(
         model,
         TokenLoss(model),
-        schedule="interleaved" if layout.virtual_stages > 1 else "1f1b",
+        schedule="zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b",
         micro_batch=rows // 2 if layout.pipeline > 1 or layout.zero else rows,
     )
 
