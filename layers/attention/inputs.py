@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +49,9 @@ class AttentionInputs:
             cache.advance(positions)
         places = default_positions(like, state, embedded=True) if positions is None else positions
         tokens = places.shape[-1] * state.context.size if cache is None else cache.used
+        #: Each token's place in its document, (B, S); ``None``: each row is known to be one document. With a
+        #: cache the places are always here. A compiled block could not look.
+        self.documents = self._documents()
         self._scopes: dict[int | None, AttentionScope] = {}
         self.places, self._tokens = places, tokens
         for layer in layers:
@@ -82,12 +84,7 @@ class AttentionInputs:
             self._scopes[window] = AttentionScope(positions, self.cache, window=window, state=self.state)
         return self._scopes[window]
 
-    @cached_property
-    def documents(self) -> Tensor | None:
-        """Return each token's place in its document, (B, S); ``None``: each row is known to be one document.
-
-        With a cache the places are always returned. They are computed once in a forward.
-        """
+    def _documents(self) -> Tensor | None:
         positions = self._positions
         if positions is None or self.cache is not None:
             return positions

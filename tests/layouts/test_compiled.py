@@ -44,6 +44,7 @@ test_compiled_blocks_equal_one_device = Layouts(
             ("gpt2", "dp2-zero3", {"chunk": 5}, False),
             ("llama-tied", "tp2-sp-pp2", {"checkpointing": "every"}, False),
             ("mixtral", "dp2-ep2", {}, False),
+            ("granitemoehybrid", "dp2-zero3", {}, False),
             ("qwen3_next", "dp2-ep2", {}, True),
             ("gemma2", "cp2", {}, True),
         )
