@@ -1,10 +1,10 @@
 """Read every byte once: compare those of a checkpoint with its sums, and look at the numbers of others."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
-from ..storage.catalog import Key, LazyTensor
+from ..storage.catalog import Key
 from ..storage.crc import Checksum, crc32, crc32_combine
 from ..storage.dtypes import TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import StoredFile, shown
-from ..storage.strides import View
 from .find import damaged
 from .manifest import Manifest
 from .rank_files import checkpoint_files
@@ -71,63 +70,89 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     """Refuse a Hugging Face folder, or a checkpoint of another project, unless its numbers are finite, what
     it holds twice is equal, and its files have the sums that they state; return the SHA-256 (hex) of each.
 
-    Every byte is read once. Tensors that are packed, share bytes or do not lie row by row are then read for
-    their numbers when their file has been read, so from memory where there is room for a file. Raises
-    ``BadCheckpoint`` if a file changes meanwhile.
+    Every byte is read once. Of packed weights a tensor at a time is in memory.
     """
-    again = [pair.again for pair in source.repeated]
-    sums = {tensor.name: hashlib.sha256() for tensor in (*again, *(pair.first for pair in source.repeated))}
-    in_file: dict[TensorFile, dict[Key, LazyTensor]] = defaultdict(dict)
-    for tensor in (*source.catalog.values(), *again):
-        for piece in tensor.near(tensor.box):
-            in_file[piece.stored.file.made_of(piece.stored.key)[0][0]][piece.stored] = tensor
+    tensors = _Tensors(source)
     digests: dict[Path, str] = {}
-
-    def look(name: str, numbers: Tensor) -> None:
-        if not look_at(numbers).finite:
-            raise BadInput(source.path, name, expected="finite numbers", found="a NaN or an infinity")
-        if name in sums:
-            sums[name].update(numbers.reshape(-1).view(torch.uint8).numpy().data)
-
     for file in source.stored_files:
-        left, plain = in_file[file], dict[int, tuple[View, str]]()
-        for key, view in _row_by_row(file):
-            if Key(file, key) in left:
-                plain[view.begin] = view, left.pop(Key(file, key)).name
-        bounds = [
-            *((view.begin, view.end) for view, _ in plain.values()),
-            *(stated[:2] for stated in file.sums),
-        ]
-        digest, done, seen = hashlib.sha256(), 0, Checksum({0, file.size}.union(*bounds))
+        digests[file.path], seen = tensors.read_whole(file, progress)
+        verify_sums(file, seen)
+    for pair in source.repeated:
+        pair.check(source.path, lambda tensor: tensors.digests[tensor.name].hexdigest())
+    return digests
+
+
+class _Tensors:
+    """Look at the tensors of a source while the files are read that they are stored in."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        twice = [tensor for pair in source.repeated for tensor in (pair.first, pair.again)]
+        self.digests = {tensor.name: hashlib.sha256() for tensor in twice}
+        names = {
+            piece.stored: tensor.name
+            for tensor in (*twice, *source.catalog.values())
+            for piece in tensor.near(tensor.box)
+        }
+        #: For each tensor in a file on the disk: the one that is made of it, and its name for the user.
+        self.wanted = {
+            Key(*stored): (key, name) for key, name in names.items() for stored in key.file.made_of(key.key)
+        }
+        self._parts: dict[Key, Tensor] = {}
+
+    def read_whole(self, file: TensorFile, progress: Callable[[int], None]) -> tuple[str, Checksum]:
+        """Look at the tensors of a file; return its SHA-256 (hex) and the sums of the stretches whose sums it
+        states.
+
+        Memory is bounded, but for packed tensors, and those that lie in the file otherwise than row by row.
+        Raises ``BadCheckpoint`` if the file changes meanwhile.
+        """
+        keys = {stored.key: stored for stored in self.wanted if stored.file is file}
+        unpacked = (name for name, stored in keys.items() if self.wanted[stored][0] == stored)
+        plain = {name for name in unpacked if file.tensors[name].steps is None}
+        regions, digest, region, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
+        end, names = 0, list[str]()
         with file.opened() as fd:
-            view, name = View.row_major("U8", (0,), 0), ""
+            size = os.fstat(fd).st_size
+            bounds = chain(
+                ((begin, end) for begin, (end, _) in regions.items()), (sums[:2] for sums in file.sums)
+            )
+            seen = Checksum({0, size}.union(*bounds))
             for at, data in seen.read_gaps(fd, *pairwise(sorted(seen.apart))):
                 progress(len(data))
                 digest.update(data)
                 done += len(data)
-                view, name = plain.get(at, (view, name))
-                if at < view.end:
-                    look(name, torch.frombuffer(data, dtype=TORCH[view.dtype]))
-        if done < file.size:
-            expected, todo = f"{file.size:,} bytes in the file", "The file shrank while it was read"
+                end, names = regions.get(at, (end, names))
+                if at >= end:
+                    continue
+                if len(names) == 1 and names[0] in plain:
+                    dtype = TORCH[file.tensors[names[0]].dtype]
+                    self._take(keys[names[0]], torch.frombuffer(data, dtype=dtype))
+                    continue
+                region += data
+                if done == end:
+                    for name in names:
+                        self._take(keys[name], _tensor(file, name, region, end - len(region)))
+                    region = bytearray()
+        if done < size:
+            expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
             raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)
-        verify_sums(file, seen)
-        digests[file.path] = digest.hexdigest()
-        for packed in {tensor.name: tensor for tensor in left.values()}.values():
-            for numbers in packed.in_blocks():
-                look(packed.name, numbers)
-    for pair in source.repeated:
-        pair.check(source.path, lambda tensor: sums[tensor.name].hexdigest())
-    return digests
+        return digest.hexdigest(), seen
 
-
-def _row_by_row(file: TensorFile) -> Iterator[tuple[str, View]]:
-    """Yield tensors of a file, one after the other, that lie there row by row and share no byte."""
-    end = 0
-    for key, view in sorted(file.tensors.items(), key=lambda entry: (entry[1].begin, entry[1].end)):
-        if view.steps is None and end <= view.begin < view.end:
-            end = view.end
-            yield key, view
+    def _take(self, stored: Key, numbers: Tensor) -> None:
+        """Look at numbers of a stored tensor, as they come: pieces of one dim, or all of it."""
+        key, name = self.wanted[stored]
+        if key != stored:  # it is packed, and comes whole
+            self._parts[stored] = numbers
+            parts = [Key(*part) for part in key.file.made_of(key.key)]
+            if not all(part in self._parts for part in parts):
+                return
+            numbers = key.file.made_from(key.key, [self._parts.pop(part) for part in parts])
+        numbers = numbers.contiguous()
+        if not look_at(numbers).finite:
+            raise BadInput(self._source.path, name, expected="finite numbers", found="a NaN or an infinity")
+        if (digest := self.digests.get(name)) is not None:
+            digest.update(numbers.view(torch.uint8).numpy().data)
 
 
 def verify_files(manifest: Manifest, files: Sequence[TensorFile], numbers: Iterable[int]) -> None:
@@ -219,3 +244,24 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         expected = "the same checkpoint on every rank"
         todo = "A run saved meanwhile: name one of its checkpoints, or try again"
         raise BadCheckpoint(source.path.parent, expected=expected, found=names, todo=todo)
+
+
+def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:
+    """Return, by the first byte of a region, its end and the tensors in it: several if they share bytes."""
+    regions: dict[int, tuple[int, list[str]]] = {}
+    begin, end = 0, 0
+    extents = ((view.begin, view.end, key) for key, view in file.tensors.items() if key in keys)
+    for first, last, key in sorted(extents):
+        if first < last:
+            begin, end = (first, last) if first >= end else (begin, max(end, last))
+            regions[begin] = end, [*regions.get(begin, (0, []))[1], key]
+    return regions
+
+
+def _tensor(file: TensorFile, key: str, region: bytearray, begin: int) -> Tensor:
+    """Return a tensor of the bytes of its region, which begins at byte ``begin`` of the file."""
+    view = file.tensors[key]
+    data = memoryview(region)[view.begin - begin : view.end - begin]
+    if (view.begin - begin) % view.itemsize:  # of another dtype than what lies before it
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=TORCH[view.dtype]).as_strided(view.shape, view.strides)

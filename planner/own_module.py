@@ -14,7 +14,7 @@ from ..parallel_state import BadInput, ParallelState
 from ..pipeline import Stages
 from ..pipeline.relay import StageOutput, Travels, sent_as
 from ..simulation.micro_batch import MicroBatch
-from ..simulation.piece import Piece
+from ..simulation.piece import InTwo, Piece
 from ..simulation.recorder import Recorder
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
@@ -129,7 +129,7 @@ def _take(
     loss: Loss | None,
     parameters: Sequence[nn.Parameter],
     mode: Checkpointing,
-    in_two: bool,
+    in_two: InTwo,
 ) -> Trace:
     model: nn.Module = stages.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}

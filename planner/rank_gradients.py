@@ -73,9 +73,7 @@ class RankGradients:
         again = self.each and several and layout.copies_shards
         #: The root's last sum, which FSDP holds until the next one where replicas add it up. The first one is
         #: the gradient itself.
-        self.last_sum: float = (
-            again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
-        )
+        self.last_sum = again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
         # With offload the sums of all groups stay on the device until replicas have added them up.
         waiting = again * work.offload * total.trained_stored * work.reduce
         # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied
@@ -83,12 +81,14 @@ class RankGradients:
         apart = self.each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
         self._root = sum(map(self.lasts, ends)) if apart else self.lasts(parameters.root)
         self.lasting = self.lasts(total) - self.lasts(parameters.root) + self._root + waiting
-        self.root = max(end.trained for end in ends)
+        self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
 
     def lasts(self, group: Group) -> float:
         """Return how many bytes last of the gradients of a group."""
         if self.each:
             return self.shards(group)
+        if self.alone and self.work.micro_batches == 1:
+            return group.trained_stored * self.work.master
         return group.trained * self.sum
 
     def shards(self, group: Group) -> float:
@@ -101,7 +101,9 @@ class RankGradients:
         """
         elements: float = self.root * (stage in (0, self.work.layout.stages - 1))
         if not elements and runs:
-            elements = runs[0 if self.work.in_two else -1].piece.gradients / self.made
+            run = runs[0 if self.work.in_two else -1]
+            of_experts = run.trace.experts if self.work.in_two else 0
+            elements = (of_experts or run.piece.gradients - run.trace.experts) / self.made
         elements = elements or self.parameters.most("trained")
         return elements * self.work.reduce * (self.each and self.leaves_buffer)
 
@@ -120,18 +122,23 @@ class RankGradients:
         there = sum(self.lasts(group) for place, group in users.items() if place not in absent)
         return max(self._root - there, 0.0)
 
-    def summed(self, elements: float, *, single: bool = True, experts: bool = False) -> float:
+    def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included.
 
-        ``single``: whether most of them are of one weight, which is freed later than the others; ``experts``:
-        whether they are of experts apart.
+        ``last``: the elements of the last one, which is freed later than the others; ``further``: bytes that
+        this one has beside theirs. ``experts``: whether they are of experts apart.
         """
         buffer, shard = elements * self.work.reduce, elements * self.shard[experts] * (not self.in_place)
         if self.in_three:
             shard += buffer
         if self.in_last:
             return buffer + max(shard - elements * self.sum, 0)
-        return buffer + (sum if single and not self.in_three else max)((elements * self.made, shard))
+        return buffer + max(elements * self.made, shard + last * self.made * (not self.in_three)) + further
+
+    def summed_root(self) -> float:
+        """Return the most bytes while the gradients of the root are summed."""
+        head = self.parameters.exit - self.parameters.tied
+        return self.summed(self.root, self.last, head * (self.of_head - self.made))
 
 
 def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:

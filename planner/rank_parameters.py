@@ -47,21 +47,22 @@ class Group:
     fixed_bytes: int = 0
     #: The elements, as ``here``, of parameters that FSDP cuts along another dim than the first.
     recut: int = 0
-    #: The elements, as ``here``, of the largest trained parameter; a sum of groups has those of the largest
-    #: of all.
+    #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
+    #: those of the largest and of the last of all.
     largest: int = 0
+    last: int = 0
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
         counts = [number * count for count in _counts(self)]
-        return Group(*[*counts, self.largest])
+        return Group(*[*counts, self.largest, self.last])
 
     def __add__(self, group: Group) -> Group:
         counts = [count + other for count, other in zip(_counts(self), _counts(group), strict=True)]
-        return Group(*[*counts, max(self.largest, group.largest)])
+        return Group(*[*counts, max(self.largest, group.largest), group.last or self.last])
 
 
-_counts = attrgetter(*(field.name for field in fields(Group)[:-1]))
+_counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
 
 
 def count_parameters(
@@ -94,7 +95,7 @@ def _count_parameter(
     counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
     counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
     counts |= {"ends": stored * at_ends, "end_tensors": int(at_ends)}
-    return Group(**counts, largest=box.size)
+    return Group(**counts, largest=box.size, last=box.size)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
+from .second_part import walk_second_part
 from .stage_costs import Run, StageBytes, StageCost, most_of
 from .step_shape import Work
 
@@ -68,6 +69,8 @@ class RankWalk:
                 peak = beside.after(instant.bytes, instant.messages * message, missing)
                 peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
         self.peaks = peaks
+        for stage in dict.fromkeys(self.stages):
+            self._first_forward(stage)
 
     def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
         """Return the peaks of an action beside what the rank holds as it begins; many have equal ones."""
@@ -81,7 +84,7 @@ class RankWalk:
             elif kind == "I":
                 self.note(stage.first_part)
             elif kind == "W" and not stage.stage.first:
-                self._second_part(place, last=last)
+                walk_second_part(self, place, self._exit(place), last=last)
             else:
                 self._backward(place, last=last)
         return self._actions[key]
@@ -112,9 +115,12 @@ class RankWalk:
         self.of_root = root - gradients.of_root(left, self.here)
         # In the last backward of a stage.
         self.summed = instant.summed
+        first = len(self.absent) == len(self.stages)
         buffers = [each for number, each in enumerate(self.buffers) if number not in self.absent]
-        self.before = self.left = max(buffers, default=0.0)
-        self.last_sum = gradients.last_sum
+        self.before = self.left = max(buffers, default=0.0) * (self.work.micro_batches > 1)
+        # The first sum is the gradient itself; of two micro-batches another end's second one may come before.
+        few = self.work.micro_batches == 2 and not (self.parameters.ends and place in self.absent)
+        self.last_sum = 0.0 if first or few else gradients.last_sum
         not_yet = sum(gradients.lasts(gradients.stages[place]) for place in self.absent)
         return root + not_yet + sum(gradients.given_back(gradients.stages[place]) for place in instant.summed)
 
@@ -128,9 +134,24 @@ class RankWalk:
         elif self.zero == 3:
             # FSDP keeps what it received for the root until it has gathered the first block.
             block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.cut
-            gathers = self.parameters.root.here * self.made + 2 * block.weights
+            gathers = self.parameters.root.here * self.made + 2 * (block.weights - block.experts)
             self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
+
+    def _first_forward(self, stage: StageBytes) -> None:
+        """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
+        if self.zero in (1, 2) and stage.runs:
+            self.dropped = self.left = self.before = self.last_sum = 0.0
+            self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
+            ahead = self.parameters.most("here") * self.made
+            self.note(self._made_in_last(stage) + ahead)
+
+    def _made_in_last(self, stage: StageBytes) -> float:
+        """Return the bytes beside the kept ones in the forward of a stage's last block."""
+        # In the last block's forward what the stage gives is not there yet; then it is.
+        run = next((run for run in stage.runs if run.piece in stage.stage.blocks.values()), None)
+        made = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
+        return max(made - stage.exit - stage.output, 0 if self.cut else stage.logits)
 
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
@@ -139,7 +160,7 @@ class RankWalk:
     def _backward(self, place: int, *, last: bool) -> None:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
-        self._forwards(stage, first=first)
+        self._forwards(stage)
         ahead = stage.runs[0].piece.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
         if zero3 and self.cut and (exit or self.here[place] == 0):  # FSDP gathers the root beside a block
             self.note(self.parameters.root.here * self.made + ahead)
@@ -148,13 +169,21 @@ class RankWalk:
         if first and gradients.adds:
             self.missing -= (early := min(max(exit - tied, 0) * gradients.sum, self.of_root))
             self.of_root -= early
+        if stage.logits:
+            head = 0.0 if first and gradients.adds else exit * self.made
+            self.note(work.whole + (0 if self.cut else stage.logits) + head + zero3 * ahead)
         if behind := stage.stage.behind:
-            # The gradient of logits that a stage keeps is written over them, unless they were bounded.
-            over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
-            end = max(behind[0].plain.with_gradients - over, most_of(behind[1:], "backward") + waits)
-            if not stage.stage.blocks:  # it is not known where in it FSDP gathers and sums a block
-                end = most_of(behind, "backward") + self.parameters.most("largest") * self.made + waits
+            end, added = most_of(behind, "backward"), "with_gradient" if gradients.adds else "with_gradients"
+            if not stage.stage.blocks:
+                most = end + self.parameters.most("largest") * self.made
+                end = max(most_of(behind, "with_gradient"), most) + waits
                 ahead = 2 * self.parameters.most("here") * self.made
+            elif work.loss_chunk:  # whose gradients have waited since the loss
+                end += waits
+            else:
+                # The gradient of logits that a stage keeps is written over them, unless they were bounded.
+                over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
+                end = max(getattr(behind[0].plain, added) - over, most_of(behind[1:], "backward") + waits)
             self.note(end + zero3 * ahead)
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
@@ -172,13 +201,14 @@ class RankWalk:
         trace, weights, grads, gradients = run.trace, run.piece.weights, run.piece.gradients, self.gradients
         zero3, drops, first = self.zero == 3, last and self.drops, place in self.absent
         summing = gradients.each or (last and gradients.in_last)
+        most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
         own, rest = weights - experts, grads - experts
         # What lasts of a block's gradients from its backward on, less what their sum gives back.
         lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
         left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
-        summed = gradients.summed(rest / self.made, single=False)
+        summed = gradients.summed(rest / self.made, min(group.last, rest / self.made))
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
@@ -188,9 +218,10 @@ class RankWalk:
             came = message * (not index)
             # FSDP copies what it received before it gathers the block before, or the block's own experts.
             self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
-            self.note(trace.with_gradients - came + waits + zero3 * weights + ahead)
             if experts and summing:
-                self._experts(trace, waits, ahead, of_experts, drops)
+                self._experts(trace, most, came, waits, ahead, of_experts, drops)
+            else:
+                self.note(most - came + waits + zero3 * weights + ahead)
             self.now -= trace.kept
             self.dropped += weights * drops
             if summing:
@@ -199,63 +230,38 @@ class RankWalk:
                 self.left = left
             self.missing -= lasting - of_experts
 
-    def _second_part(self, place: int, *, last: bool) -> None:
-        """Walk through the second part of a backward in two, which computes the gradients of weights, of the
-        first block first. What it frees meanwhile is not counted.
-        """
-        gradients, stage, exit = self.gradients, self.stages[place], self._exit(place)
-        zero3, group, largest = self.zero == 3, gradients.stages[place], self.parameters.most("trained")
-        gathered = zero3 * group.here * self.made
-        received = zero3 * max(self.parameters.root.here, self.parameters.most("here")) * self.made
-        self.now += gathered
-        self.note(max(received, stage.gradients_at_once(adds=gradients.adds)))
-        self.now -= stage.halfway + stage.kept
-        made = (group.trained + exit) * self.made
-        if place in self.absent:  # FSDP's sum of the root makes what lasts of it
-            self.missing -= gradients.lasts(group) + (0 if gradients.each else self.of_root)
-        if gradients.each:
-            self.left = 0.0
-            self.note(made + largest * self.work.reduce)
-            if exit:
-                self.now -= gathered
-                self.last_sum = 0.0
-                self.note(gradients.summed(gradients.root))
-        elif last and gradients.in_last:
-            waits = 0 if gradients.adds else made - largest * self.made
-            # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
-            beside = self.parameters.most("largest") * gradients.sum * (self.recut > 0)
-            self.note(waits + largest * self.work.reduce + beside)
-
-    def _forwards(self, stage: StageBytes, *, first: bool) -> None:
-        """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to;
-        ``first``: of the step's first micro-batch, for which ZeRO 1 and 2 gather.
-        """
-        last = [run for run in stage.runs if run.piece in stage.stage.blocks.values()][:1]
-        made: float = max((max(run.piece.plain.forward, self.work.between_blocks) for run in last), default=0)
-        zero3 = self.zero == 3 and bool(stage.runs)
+    def _forwards(self, stage: StageBytes) -> None:
+        """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
+        zero3, block = self.zero == 3 and bool(stage.runs), stage.runs[0].trace if stage.runs else Trace()
         # FSDP keeps what it received for a group until it has gathered the next one.
-        received: float = zero3 * 2 * sum(run.trace.weights for run in stage.runs[:1])
-        received += (self.zero in (1, 2) and first and bool(last)) * self.parameters.most("here") * self.made
-        self.note(max(made, 0 if self.cut else stage.logits) + received)
+        received = max(block.experts, block.weights - block.experts)
+        self.note(self._made_in_last(stage) + zero3 * (block.weights + received))
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
             made = max(piece.kept + piece.plain.forward, zero3 * stage.largest)
             self.note(self.work.between_blocks - stage.kept + made + zero3 * 3 * stage.largest)
 
-    def _experts(self, trace: Trace, waits: float, ahead: float, lasting: float, drops: bool) -> None:
-        """Note the instants at which FSDP has gathered the experts of a block, which run again, and sums
-        their gradients, of which ``lasting`` bytes last; see ``_blocks``.
+    def _experts(
+        self, trace: Trace, most: float, came: float, waits: float, ahead: float, lasting: float, drops: bool
+    ) -> None:
+        """Note the instants of a block whose experts FSDP gathers and sums apart, and before it. With their
+        backward it gathers the block before, ``ahead``; see ``_blocks``. ``lasting``: of their gradients.
         """
         experts, zero3, gradients = trace.experts, self.zero == 3, self.gradients
         beside, elements = waits + zero3 * trace.weights, experts / self.made
+        self.note(min(trace.to_experts, most) - came + beside)
         if zero3:  # FSDP copies what it received
-            self.note(max(trace.at_experts, trace.forward) + beside + experts + self.recut)
+            self.note(trace.copied_experts + beside + experts + self.recut)
+        beside += ahead
+        self.note(min(trace.in_experts, most) + beside)
+        beside -= experts * (zero3 or drops)
         self.left = 0.0
-        summed = gradients.summed(elements, experts=True)
-        self.note(trace.at_experts + beside + ahead - experts * (zero3 or drops) + summed)
+        summed = gradients.summed(elements, self.parameters.most("largest"), experts=True)
+        self.note(trace.at_experts + beside + summed)
         self.left = elements * self.work.reduce * gradients.leaves_buffer
         self.missing -= lasting
+        self.note(trace.after_experts + beside)
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:
         """Walk through the end of a backward: the embedding, and the sum of the root's gradients."""
@@ -272,13 +278,13 @@ class RankWalk:
                 self.note(max(backward + waits * (not gradients.adds) + embedding, joined))
             if place in self.absent and not gradients.adds:
                 self.missing -= self.of_root
-                self.note(gradients.root * made)
+                self.note(gradients.last * made)
             if not last or not gradients.in_last or len(self.summed) + 1 < len(self.stages):
                 return
         else:
             self.note(max(backward + waits, joined))
         # FSDP drops a group's weights before it sums its gradients.
-        drops = self.zero == 3 or (last and self.gathers)
+        drops = self.zero == 3 or (last and self.gathers and not (self.cut and gradients.each))
         self.dropped += parameters.root.here * made * drops
         self.left = self.last_sum = 0.0
-        self.note(gradients.summed(gradients.root))
+        self.note(gradients.summed_root())

@@ -130,17 +130,12 @@ class StageBytes:
             self.kept += work.between_blocks * (not own_input) - reached[0][2].kept_input
         self.runs = self._runs([*blocks, *further], len(reached) + len(further))
         self.further = len(further)
+        self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
         self.first_part, self.halfway = self._in_two(work, zero) if work.in_two else (0.0, 0.0)
-
-    def gradients_at_once(self, *, adds: bool) -> int:
-        """Return the most bytes of gradients that a second part has: of all weights, or of one piece, if each
-        is added to an earlier one.
-        """
-        ends = [piece for piece in self.stage.behind if piece not in self.stage.further.values()]
-        pieces = [*((1, piece) for piece in ends), *((run.number, run.piece) for run in self.runs)]
-        if adds:
-            return max((piece.gradients for _, piece in pieces), default=0)
-        return sum(number * piece.gradients for number, piece in pieces)
+        #: The pieces of a backward in two in the order of its second part, how many are alike, and the number
+        #: of a block.
+        self.in_two = [(run.piece, run.number, run.block) for run in reversed(self.runs)]
+        self.in_two += [(piece, 1, -1) for piece in stage.behind if piece not in stage.further.values()]
 
     def _runs(self, blocks: Sequence[tuple[int, Piece, Trace]], reached: int) -> list[Run]:
         # FSDP gathers ahead the block that ran before, of the same stage (``ForwardOrder``).
@@ -158,17 +153,26 @@ class StageBytes:
         stage = self.stage
         if not stage.blocks:  # a user's module, whose stage is one piece
             first_part = max(part.first_part for part in stage.beside) + 2 * self.largest * (zero == 3)
-            return float(first_part), float(_sum(stage.beside, "waiting"))
+            return float(first_part), float(_sum(stage.beside, "between"))
         # The gradient of logits is written over them.
         most, weights, waiting = 0.0, 0, _sum(stage.beside, "waiting") - self.logits
         blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
         for run in blocks:
-            weights, ahead = run.piece.weights * (zero == 3), run.ahead * (zero == 3)
-            before = waiting + (run.number - 1) * run.piece.waiting
-            # FSDP copies what it received before it gathers the block before.
-            most = max(most, before + weights + max(weights, run.piece.first_part + ahead))
+            weights = run.piece.weights * (zero == 3)
+            for index in {max(run.number - 2, 0), run.number - 1}:
+                before = waiting + index * run.piece.waiting
+                ahead = weights if index < run.number - 1 else run.ahead * (zero == 3)
+                # FSDP copies what it received before it gathers the block before.
+                most = max(most, before + 2 * weights, before + run.piece.first_part + weights + ahead)
             waiting += run.number * run.piece.waiting
-        return max(most, waiting + weights), waiting
+        # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
+        norm = 0 if work.batch.gpu else 4 * work.between_blocks
+        halfway = _sum(stage.beside, "between") - self.logits
+        halfway += sum(run.number * run.piece.waiting for run in blocks)
+        if stage.loss is None and blocks:
+            # Behind the last block nothing waits for the second part, so its last operators are done.
+            halfway -= blocks[0].piece.waiting - blocks[0].piece.between
+        return max(most, waiting + norm + weights), halfway
 
 
 def most_of(pieces: Sequence[Piece], what: str) -> float:

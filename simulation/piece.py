@@ -1,10 +1,14 @@
 """Hold the traces of one piece of a stage: a block, what is beside the blocks, or the loss."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from ..layers import Checkpointing
 from .record import Collective
 from .trace import Trace
+
+#: Whether a backward has two parts; and, if more pieces follow, both are noted.
+InTwo = bool | Literal["followed"]
 
 
 class Piece:
@@ -15,12 +19,12 @@ class Piece:
     """
 
     def __init__(
-        self, take: Callable[[Checkpointing, bool], Trace], *, what: str = "", silent: bool = False
+        self, take: Callable[[Checkpointing, InTwo], Trace], *, what: str = "", silent: bool = False
     ) -> None:
         self._take, self.what, self._silent = take, what, silent
-        self._known: dict[tuple[Checkpointing, bool], Trace] = {}
+        self._known: dict[tuple[Checkpointing, InTwo], Trace] = {}
 
-    def under(self, mode: Checkpointing, *, in_two: bool = False) -> Trace:
+    def under(self, mode: Checkpointing, *, in_two: InTwo = False) -> Trace:
         """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
         if self._silent:
             mode, in_two = "none", False
@@ -47,14 +51,24 @@ class Piece:
         return self.plain.gradients
 
     @property
+    def between(self) -> int:
+        """Return the bytes that the first part of a backward in two leaves to the second one."""
+        return self.under("none", in_two=True).between
+
+    @property
     def first_part(self) -> int:
         """Return the most bytes beside the kept ones in the first part of a backward in two."""
         return self.under("none", in_two=True).first_part
 
     @property
     def waiting(self) -> int:
-        """Return the bytes of the gradients that it leaves to the second one."""
+        """Return the bytes of the gradients among these."""
         return self.under("none", in_two=True).waiting
+
+    @property
+    def second_part(self) -> Trace:
+        """Return the trace with the second part of a backward in two, where other pieces follow."""
+        return self.under("none", in_two="followed")
 
     def sends(self, mode: Checkpointing = "none", *, again: bool = False) -> tuple[Collective, ...]:
         """Return the collectives of forward and backward, or those that a backward computes ``again``."""

@@ -28,7 +28,7 @@ from ..layers import (
 )
 from ..parallel_state import ParallelState
 from .micro_batch import MicroBatch
-from .piece import Piece
+from .piece import InTwo, Piece
 from .recorder import Recorder, noted
 from .trace import Trace, of_more_rows
 from .traced import trace
@@ -62,7 +62,7 @@ class ModelPieces:
     def _piece(
         self,
         key: object,
-        take: Callable[[Checkpointing, bool], Trace],
+        take: Callable[[Checkpointing, InTwo], Trace],
         *,
         what: str = "",
         silent: bool = False,
@@ -74,7 +74,7 @@ class ModelPieces:
         """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
         kind = id(block) if kind is None else kind
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             def of_rows(rows: int) -> Trace:
                 fewer = replace(batch, rows=rows)
                 return self.block(block, fewer, reached=reached, kind=kind).under(mode, in_two=in_two)
@@ -102,7 +102,7 @@ class ModelPieces:
         """
         batch = replace(batch, rows=1)
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only([*blocks.values()], batch):
                 with Recorder() as shared:
                     inputs = self._inputs(batch, *blocks.values())
@@ -119,7 +119,7 @@ class ModelPieces:
         """Return the piece of what comes before the first block."""
         model = self.model
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             modules, embed = model.entry, model.embed
             with shapes_only(modules, batch):
                 ids = ids_of(batch)
@@ -143,7 +143,7 @@ class ModelPieces:
                 normed = torch.cat([normed, *(torch.empty_like(normed) for _ in range(count - 1))])
             return model.logits(normed)
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only(modules, batch), mock.patch.object(model, "head_in_loss", in_loss):
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
@@ -156,7 +156,7 @@ class ModelPieces:
         last = place == len(model.mtp) - 1
         block = module.get_submodule("block")
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only([module, model.embed], batch), self._under(block, mode):
                 inputs = self._inputs(batch, block)
                 ids = ids_of(batch)
@@ -191,7 +191,7 @@ class ModelPieces:
             ]
             return sum(losses[1:], losses[0])
 
-        def take(mode: Checkpointing, in_two: bool) -> Trace:
+        def take(mode: Checkpointing, in_two: InTwo) -> Trace:
             with shapes_only([head], batch):
                 # The ranks that share the tokens of a row between the blocks.
                 cut_over = state.tensor.size if state.sequence and chunk else 1

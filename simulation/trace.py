@@ -14,17 +14,23 @@ class Trace:
     """Hold what a piece does for one micro-batch on one rank. Bytes do not count the piece's weights.
 
     ``kept``: alive from its forward to its backward, what it is given included (``kept_input``), what it
-    gives (``made``) excluded. The next three are the most bytes beside ``kept``: ``forward``: in its forward,
+    gives (``made``) excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward,
     what it gives included; ``backward``: in its backward, with the gradient of what it gives, without
-    gradients of weights; ``with_gradients``: with those of all weights that are made by then.
+    gradients of weights; ``with_gradient``: the same with the gradient of a weight until it is added to that
+    of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
     Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients;
     ``at_experts``: those beside ``kept`` without these, with those of other weights, when the last one is
-    there.
+    there. The next four are the most with those of all weights: ``copied_experts`` while they run again, or
+    else as their backward begins, ``to_experts`` until then, ``in_experts`` from then until the last one is
+    there, and without theirs ``after_experts`` since then.
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
-    gradients that it leaves to the second one, for which weights were waiting.
+    gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
+    what of ``kept`` only the first part needed, which goes at the end of the whole stage's. If other pieces
+    follow, ``second_with_gradient`` and ``second_with_gradients``: the most of the second part beside what
+    the first one left, with gradients of weights as above; and what the second part has ``freed`` at its end.
     """
 
     kept: int = 0
@@ -33,12 +39,21 @@ class Trace:
     weights: int = 0
     kept_input: int = 0
     backward: int = 0
+    with_gradient: int = 0
     with_gradients: int = 0
     gradients: int = 0
     experts: int = 0
     at_experts: int = 0
+    copied_experts: int = 0
+    to_experts: int = 0
+    in_experts: int = 0
+    after_experts: int = 0
     first_part: int = 0
     waiting: int = 0
+    between: int = 0
+    second_with_gradient: int = 0
+    second_with_gradients: int = 0
+    freed: int = 0
     #: Whether the number of its operators depends on the sizes of tensors.
     sliced: bool = False
     #: What ran before each instant of the forward, then of the backward: what is counted, or its name.

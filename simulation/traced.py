@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state.engine import tensors_in
-from ..parallel_state.engine.weight_gradients import compute_input_gradients
+from ..parallel_state.engine.weight_gradients import Group, compute_input_gradients, compute_weight_gradients
 from .live_bytes import Storage
+from .piece import InTwo
 from .recorder import Recorder
 from .trace import Trace
 
@@ -53,7 +54,7 @@ def trace(
     others: Sequence[nn.Parameter] = (),
     apart: Sequence[nn.Module] = (),
     reached: bool = True,
-    in_two: bool = False,
+    in_two: InTwo = False,
     scalar: bool = False,
 ) -> Trace:
     """Trace ``run(x)`` of an ``x`` that ``make`` makes, and its backward, inside ``shapes_only``.
@@ -61,15 +62,24 @@ def trace(
     ``run`` returns a tensor or several. ``parameters``: those of the piece; ``others``: those that it uses
     and that belong to another piece, whose gradients are not counted. ``apart``: modules of the piece whose
     parameters FSDP gathers and sums by themselves. ``reached``: whether a backward comes to ``x``.
-    ``in_two``: whether the backward has two parts, of which the first one is noted. ``scalar``: whether
-    ``run`` gives a loss, whose gradient is a number.
+    ``in_two``: whether the backward has two parts; the second one is noted where the piece is ``"followed"``
+    by others. ``scalar``: whether ``run`` gives a loss, whose gradient is a number.
     """
-    weights = [*parameters, *others]
+    weights, summed, runs = [*parameters, *others], dict[int, int](), list[int]()
     of_apart = [weight for module in apart for weight in module.parameters()]
     recorder = Recorder({weight.untyped_storage(): weight.requires_grad for weight in weights})
 
+    def note(parameter: Tensor) -> None:
+        summed[id(parameter)] = recorder.at
+
+    hooks = []
     for weight in weights:
         weight.grad = None
+        if weight.requires_grad:
+            hooks.append(weight.register_post_accumulate_grad_hook(note))
+    for module in apart:
+        hooks.append(module.register_forward_pre_hook(lambda *_: runs.append(recorder.at)))
+        hooks.append(module.register_forward_hook(lambda *_: runs.append(recorder.at)))
     anchor = torch.empty((), requires_grad=reached)
     with recorder:
         if in_two:
@@ -87,16 +97,28 @@ def trace(
         recorder.phase, start = "backward", recorder.at + 1
         if any(x.requires_grad for x in made):
             if in_two:
-                left, peaks = _first_part(recorder, made, inputs, weights, sizes["kept"])
+                # The graph of what follows keeps that of the piece.
+                follows = [x.grad_fn for x in made] if in_two == "followed" else []
+                groups, left, peaks = _first_part(recorder, made, inputs, weights, sizes["kept"])
+                sizes |= left
+                instants |= peaks
+                if follows:
+                    sizes["freed"], peaks = _second_part(recorder, weights, groups)
+                    # Instants of a backward begin where its first part does.
+                    before = [0] * len(instants["first_part"])
+                    instants |= {name: before + of_second for name, of_second in peaks.items()}
+                del groups, follows
             else:
                 total = made.pop() if scalar else _Taken.apply(*made)
                 made.clear()
                 total.backward()
                 del total
                 of = parameters, others, of_apart
-                left, peaks = _in_backward(recorder, start, sizes["kept"], *of)
-            sizes |= left
-            instants |= peaks
+                left, peaks = _in_backward(recorder, start, sizes["kept"], *of, summed, runs)
+                sizes |= left
+                instants |= peaks
+    for hook in hooks:
+        hook.remove()
     for weight in weights:
         weight.grad = None
     recorder.end_chain()
@@ -113,6 +135,8 @@ def _in_backward(
     parameters: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
     separate: Sequence[nn.Parameter],
+    summed: dict[int, int],
+    runs: Sequence[int],
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
     that began after the operator before ``start``.
@@ -128,12 +152,27 @@ def _in_backward(
     def beside(leaving_out: set[Storage]) -> list[int]:
         return [after - forward_bytes for after in recorder.bytes(start, leaving_out)]
 
-    instants = {"backward": beside(apart | own.keys()), "with_gradients": beside(apart)}
+    bare = beside(apart | own.keys())
+    with_gradient = [*bare]
+    for weight in parameters:
+        if (storage := made.get(id(weight))) is not None:  # an operator may make gradients of several weights
+            for instant in range(max(storage.made - start, 0), summed[id(weight)] + 1 - start):
+                with_gradient[instant] += own[storage]
+    instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
     sizes = {"gradients": sum(own.values())}
-    if experts := {made[id(weight)] for weight in separate if id(weight) in made}:
-        last = max(storage.made for storage in experts) - start
-        sizes["experts"] = sum(own[storage] for storage in experts)
-        sizes["at_experts"] = beside(apart | experts)[last]
+    if experts := {made[id(weight)]: id(weight) for weight in separate if id(weight) in made}:
+        without, all_made = beside(apart | experts.keys()), instants["with_gradients"]
+        first = max(min(storage.made for storage in experts) - start, 1)
+        last = max(summed[number] for number in experts.values()) - start
+        sizes |= {"experts": sum(own[storage] for storage in experts), "at_experts": without[last]}
+        again = [at - start for at in runs if at >= start] or [first - 1]
+        for name, of, begin, end in (
+            ("copied_experts", without, again[0], again[-1] + 1),
+            ("to_experts", without, 0, first),
+            ("in_experts", all_made, first, last + 1),
+            ("after_experts", without, last, len(without)),
+        ):
+            instants[name] = [of[at] if begin <= at < end else -forward_bytes for at in range(len(of))]
     return sizes, instants
 
 
@@ -143,8 +182,10 @@ def _first_part(
     inputs: list[Tensor],
     weights: Sequence[nn.Parameter],
     forward_bytes: int,
-) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Run the first part of a backward in two; return what it leaves, and what it holds at each instant."""
+) -> tuple[Sequence[Group], dict[str, int], dict[str, list[int]]]:
+    """Run the first part of a backward in two; return what is left to compute, what it leaves, and what it
+    holds at each instant.
+    """
     start = recorder.at + 1
     grads = [torch.empty_like(x) for x in made]
     reached = [x for x in inputs if x.requires_grad]
@@ -156,6 +197,25 @@ def _first_part(
     for x in reached:
         x.grad = None
     instants = [after - size - forward_bytes for after in recorder.bytes(start)]
-    waiting = recorder.alive_since(start)
-    del left  # which holds it
-    return {"waiting": waiting}, {"first_part": instants}
+    sizes = {"waiting": recorder.alive_since(start), "between": recorder.now - forward_bytes}
+    return left, sizes, {"first_part": instants}
+
+
+def _second_part(
+    recorder: Recorder, weights: Sequence[nn.Parameter], groups: Sequence[Group]
+) -> tuple[int, dict[str, list[int]]]:
+    """Run the second part of a backward in two; return what it frees, and what it holds at each instant
+    beside what the first one left.
+    """
+    start, left = recorder.at + 1, recorder.now
+    compute_weight_gradients(weights, groups)
+    made = [recorder.storage(weight.grad) for weight in weights if weight.grad is not None]
+    grads = sorted({each for each in made if each is not None}, key=lambda storage: storage.made)
+    with_all = [size - left for size in recorder.bytes(start)]
+    with_one = [size - left for size in recorder.bytes(start, grads)]
+    ends = [*(after.made for after in grads[1:]), recorder.at + 1]
+    for storage, until in zip(grads, ends, strict=False):  # a frozen piece has none
+        for instant in range(storage.made - start, until - start):
+            with_one[instant] += storage.size
+    freed = left - recorder.now + sum(storage.size for storage in grads)
+    return freed, {"second_with_gradient": with_one, "second_with_gradients": with_all}

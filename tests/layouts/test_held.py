@@ -1,4 +1,4 @@
-"""Compare the bytes that a rank holds with the plan: a step's peak within 93% to 101%, the rest exactly.
+"""Compare the bytes that a rank holds with the plan: a step's peak within 97% to 101%, the rest exactly.
 
 The peak is also compared with that of the same step on the simulated device, within 0.1%.
 
@@ -121,7 +121,7 @@ TABLE = [
     held("transformers' code of its blocks", "arcee", "tp2", asks=SLOW),
     *each("arcee", "- cp2 tp2-sp", "none"),
     further("arcee", "pp2", rounds=4),
-    held("transformers' code over shards", "arcee", "dp2-zero3", asks=SLOW),
+    held("transformers' code over shards", "arcee", "dp2-zero3", asks=SLOW | {"holds": (0.96,)}),
     held("ring and selective", "llama", "cp2-zero1-ring", "selective", asks=SLOW),
     held("interleaved", "llama", "pp2-loop2", rounds=4, schedule="interleaved", asks=SLOW),
     held("interleaved zero bubble", "llama", "pp2-loop2", rounds=4, schedule="interleaved-zero-bubble"),

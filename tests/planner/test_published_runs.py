@@ -54,6 +54,15 @@ def test_mfu_is_compared_in_the_convention_of_its_source(found):
     assert "MFU with all of attention" in PAGE
 
 
+def test_every_row_states_what_it_was_predicted_with(found):
+    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [a-z][\w.]*-[\w.-]+ \|", line)]
+    assert len(rows) == len(found)
+    for row, one in zip(rows, found, strict=True):
+        run = one.run
+        step = f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once"
+        assert row[3:6] == [step, run.checkpointing, run.dtype + ", eager" * (not run.compiled)]
+
+
 def test_speeds_of_other_units_are_one_arithmetic(found):
     """TFLOP/s and MFU of a row say the same: tokens a second times the FLOPs of a token."""
     for one in found:
@@ -65,7 +74,7 @@ def test_speeds_of_other_units_are_one_arithmetic(found):
 
 
 def test_misses_are_shown_and_counted(found):
-    errors = [abs(one.error) for one in found]
+    errors = [abs(comparison.error) for comparison in found]
     rows = re.findall(r"^\| [\w.-]+ \| .* \| ([+-]\d+) % \|", PAGE, re.MULTILINE)
     assert sorted(map(int, rows)) == sorted(int(f"{100 * one.error:+.0f}") for one in found)
     within = sum(error <= 0.15 for error in errors)
@@ -76,7 +85,8 @@ def test_misses_are_shown_and_counted(found):
 def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found):
     slower = [one.times_slower for one in found]
     guide = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
-    assert f"miss by {100 * median(abs(one.error) for one in found):.0f}% in the median" in guide
+    error = median(abs(comparison.error) for comparison in found)
+    assert f"miss by {100 * error:.0f}% in the median" in guide
     assert tuple(round(of(slower), 2) for of in (min, median, max)) == TIMES_SLOWER
     least, _, most = quantiles(slower, n=4)
     assert (round(least, 2), round(most, 2)) == MIDDLE_HALF

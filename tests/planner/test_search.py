@@ -146,6 +146,13 @@ def told(capsys, words):
     return document, capsys.readouterr().out
 
 
+def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
+    words = "plan llama-3.2-1b --gpus 1,2 --sequence-length 512,1024 --global-batch 4"
+    searches, shown = told(capsys, words)
+    assert [search["gpus"] for search in searches] == [1, 1, 2, 2]
+    assert "tokens" in shown and "of a row" in shown and shown.count("1,024") >= 2
+
+
 def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
     words = "plan llama-3.2-1b --gpus 2 --gpu-type l40s --sequence-length 2048 --generate"
     layouts, shown = told(capsys, words)

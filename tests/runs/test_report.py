@@ -229,7 +229,7 @@ def test_a_curve_stands_where_its_numbers_are_and_a_point_alone_has_a_mark():
 
 def test_a_line_that_a_kill_cut_short_or_that_no_run_wrote_does_not_hide_the_rest(tmp_path):
     lines = [*steps(2, mfu_causal=0.4), *steps(1, memory="much"), *steps(1, evaluation_loss=[])]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"st')
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
     (tmp_path / "events.jsonl").write_text(json.dumps(STARTED) + '\n{"ev\n')
     record = read_run(tmp_path)
     assert (len(record.steps), len(record.events)) == (2, 1)
@@ -254,7 +254,7 @@ STARTED = {"event": "started", "step": 0, "time": 0, "world": 1, "layout": "1 ra
 def test_an_event_that_no_run_can_have_written_is_passed_over(tmp_path, odd):
     lines = [STARTED, STARTED | odd, 5, [1], "x"]
     for name in ("metrics.jsonl", "events.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = read_run(tmp_path)
     assert (record.steps, record.events) == ([], [STARTED])
     assert "on 1 rank" in make_report([record])

@@ -1,4 +1,4 @@
-"""The plan of a recipe bounds the peak of its step, in 200 drawn ones: at most 1% below, at most 8% above.
+"""The plan of a recipe bounds the peak of its step, in 200 drawn ones: at most 1% below, at most 5% above.
 
 Drawn are a family, at the width of one of its published sizes and with few blocks, a layout, a schedule, and
 what saves memory. The rank that needs most is simulated.
@@ -19,11 +19,11 @@ from trilith.recipes.recipe import parse_recipe
 
 #: Those of the slow test; a campaign of more has others.
 NUMBERS = range(int(os.environ.get("DRAWN_BOUNDS_FROM", "0")), int(os.environ.get("DRAWN_BOUNDS", "200")))
-#: Those of every run: with a backward in two parts; with a tied weight and two micro-batches; with experts
-#: apart under ZeRO 3; whose last gradient in a sum is no large one; of which a root is dropped before its
-#: sum; and a stage that keeps no logits behind its backward's first part.
+#: Those of every run, whose plan is exact: with a backward in two parts; with a tied weight and two
+#: micro-batches; with experts apart under ZeRO 3; whose last gradient in a sum is no large one; of which a
+#: root is dropped before its sum; and a stage that keeps no logits behind its backward's first part.
 QUICK = (0, 6, 52, 70, 99, 168)
-BELOW, ABOVE = 0.01, 0.08
+BELOW, ABOVE, EXACT = 0.01, 0.05, 0.002
 
 #: The smallest published size of each family.
 SIZES = {
@@ -90,14 +90,22 @@ def raw_recipe(random):
     }
 
 
+def over_peak(worker, number):
+    """Return by how much the plan is above the peak, as a part of this."""
+    recipe, dry = draw(number)
+    return dry.rank.memory.total / worker.simulate(recipe, dry.rank.rank).peak - 1
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_the_plan_is_the_peak_of_a_drawn_step(worker, number):
+    assert abs(over_peak(worker, number)) <= EXACT
+
+
+@pytest.mark.slow  # ten minutes
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("numbers", [QUICK, pytest.param(NUMBERS, marks=pytest.mark.slow)])  # ten minutes
-def test_the_plan_bounds_the_peak_of_every_drawn_step(worker, numbers):
-    over = {}
-    for number in numbers:
-        recipe, dry = draw(number)
-        over[number] = dry.rank.memory.total / worker.simulate(recipe, dry.rank.rank).peak - 1
-    assert {number: ratio for number, ratio in over.items() if not -BELOW <= ratio <= ABOVE} == {}
+def test_the_plan_bounds_the_peak_of_every_drawn_step(worker):
+    found = {number: over_peak(worker, number) for number in NUMBERS}
+    assert {number: ratio for number, ratio in found.items() if not -BELOW <= ratio <= ABOVE} == {}
 
 
 class _Forgetful(dict):

@@ -1,4 +1,4 @@
-"""The plan of large models bounds the peak of their whole step, with all blocks and micro-batches."""
+"""The plan of large models is the peak of their whole step, with all blocks and micro-batches."""
 
 import pytest
 from trilith.planner.dry_run import dry_run
@@ -31,17 +31,17 @@ STEPS = {
     "DeepSeek-V3, ZeRO 3": (
         "deepseek-v3",
         {"tensor": 4, "sequence": True, "expert": 32, "data": 128, "zero": 3},
-        128, 1, 4096, "full", 0.0116,
+        128, 1, 4096, "full", -0.0002,
     ),
     "Qwen3-Next, experts": (
         "qwen3-next-80b-a3b",
         {"expert": 8, "data": 32, "zero": 3},
-        64, 1, 4096, "full", 0.0016,
+        64, 1, 4096, "full", 0,
     ),
     "Qwen3-Next, zero bubble": (
         "qwen3-next-80b-a3b",
         {"pipeline": 8, "schedule": "zbv", "expert": 4, "data": 8, "zero": 1},
-        128, 1, 4096, "none", 0.0351,
+        128, 1, 4096, "none", 0.0003,
     ),
 }  # fmt: skip
 

@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 from support.configs import FOLDER, MODELS
+from torch import nn
 from trilith.layers import AttentionInputs, checkpoint_blocks
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state.engine.weight_gradients import compute_input_gradients
+from trilith.planner.stage_costs import StageBytes, StageCost
+from trilith.planner.step_shape import Work
 from trilith.simulation.kinds_of_blocks import signature
 from trilith.simulation.micro_batch import MicroBatch
-from trilith.simulation.pieces import ModelPieces
+from trilith.simulation.pieces import ModelPieces, shapes_only
+from trilith.simulation.traced import trace
 from trilith.testing import LiveBytes, run_parallel
 
 #: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
@@ -39,7 +44,11 @@ ALONE = Layout()
 
 @dataclass(frozen=True)
 class Row:
-    """Describe a block: its model, fields that are ``changed``, what is adapted, and its micro-batch."""
+    """Describe a block: its model, fields of it that are ``changed``, what is adapted, and its micro-batch.
+
+    ``staying``: whether the gradients of its weights stay, as before a sum over data ranks. ``in_two``:
+    whether its backward has two parts.
+    """
 
     model: str
     changed: tuple[tuple[str, Any], ...] = ()
@@ -49,13 +58,15 @@ class Row:
     dtype: torch.dtype = torch.float32
     rows: int = 2
     length: int = 64
+    staying: bool = False
+    in_two: bool = False
 
     def __str__(self) -> str:
         words = [self.model, *(f"{key}={value}" for key, value in self.changed), self.mode]
         words += [] if self.lora is None else [f"lora {dict(self.lora)}"]
         words += [str(self.layout)] * (self.layout.world > 1)
         words += [str(self.dtype).removeprefix("torch."), f"{self.rows}x{self.length}"]
-        return " ".join(words)
+        return " ".join(words + ["staying"] * self.staying + ["in two"] * self.in_two)
 
     @property
     def raw(self):
@@ -74,15 +85,16 @@ class Row:
 
 
 def traced(row):
-    """Return of each block the bytes kept, and the most of its backward."""
+    """Return of each block the bytes kept, and the most of its backward, or what its first part leaves."""
     state = ParallelState.alone() if row.layout.world == 1 else ParallelState.stand_in(row.layout)
     model, blocks = row.built(state, "meta")
     batch = MicroBatch(row.rows, row.length // row.layout.context, row.dtype.itemsize, gpu=False)
     pieces = ModelPieces(model, state)
     for block in blocks:
         piece = pieces.block(block, batch, reached=True)
-        trace = piece.under(row.mode)
-        yield trace.kept, trace.kept + trace.with_gradients
+        trace = piece.under(row.mode, in_two=row.in_two)
+        most = trace.with_gradients if row.staying else trace.with_gradient
+        yield trace.kept, trace.kept + (trace.between if row.in_two else most)
 
 
 def measured(row, planned):
@@ -115,11 +127,23 @@ def settled(memory, layout, expected):
 
 
 def held(row, block, inputs, source, planned):
-    factor, source.grad = torch.randn_like(source), None
+    factor, trained = (
+        torch.randn_like(source),
+        [weight for weight in block.parameters() if weight.requires_grad],
+    )
+    source.grad = None
     for weight in block.parameters():
-        weight.grad = None
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad and not row.staying else None
     with LiveBytes() as memory:
         before = memory.now
+        if row.in_two:
+            x = (source * 1.0).requires_grad_()
+            outputs = [block(x, inputs)]
+            kept, grads = memory.now - before - outputs[0].nbytes, [torch.ones_like(outputs[0])]
+            left = compute_input_gradients(outputs, grads, [x], iter(trained))
+            outputs.clear(), grads.clear()
+            x.grad = None
+            return kept, memory.now - before + 0 * len(left)
         # As between blocks: only the block needs its input, and the gradient is a tensor of its own.
         total = (block(source.requires_grad_() * 1.0, inputs) * factor).sum()
         others = before + total.nbytes
@@ -147,7 +171,7 @@ def cut(name, **fields):
 
 
 def drawn(name, number):
-    """Return a row of this model in a drawn mode and dtype."""
+    """Return a row of this model in a drawn mode and dtype, with gradients that stay or are added."""
     draw = random.Random(f"{name} {number}")
     return Row(
         name,
@@ -155,6 +179,7 @@ def drawn(name, number):
         dtype=draw.choice([torch.float32, torch.bfloat16]),
         rows=draw.choice([1, 2]),
         length=128 if name in HYBRIDS else 64,  # two chunks of a recurrence
+        staying=draw.random() < 0.5,
     )
 
 
@@ -165,6 +190,7 @@ def rows():
     for name in MODELS:
         yield drawn(name, 0), name in DRAWN
         yield drawn(name, 1), False
+        yield Row(name, in_two=True), name in ("qwen3_next", "llama", "mixtral", "deepseek_v3")
     for adapted_row in (
         adapters("gpt_oss-window", **STACKS),
         adapters("deepseek_v2"),
@@ -184,7 +210,8 @@ def rows():
         few("deepseek_v3", 16, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=4, first_k_dense_replace=3),
         few("gemma", 16, head_dim=64, intermediate_size=16),
     ):
-        yield few_tokens, True
+        yield few_tokens, few_tokens.model == "mixtral"
+        yield replace(few_tokens, staying=True), few_tokens.model != "mixtral"
     yield many("mixtral", intermediate_size=256), True
     yield many("cohere", intermediate_size=4, head_dim=4), True
     yield many("gpt2", n_inner=400, resid_pdrop=0.1), True
@@ -217,6 +244,28 @@ def test_a_traced_block_keeps_and_needs_what_a_block_does(row):
 
 def test_every_family_has_a_block():
     assert {one_block(name)["model_type"] for name in _BLOCKS} == FAMILIES.keys()
+
+
+def test_blocks_before_the_last_one_keep_all_until_the_second_part_of_a_backward():
+    """A stage of two blocks, traced as one, leaves what the plan of the stage adds up from its blocks."""
+    row, state = Row("qwen3_next", length=64), ParallelState.stand_in(Layout.of(pipeline=2), 1)
+    model, _ = row.built(ParallelState.alone(), "meta")
+    batch = MicroBatch(row.rows, row.length, row.dtype.itemsize, gpu=False)
+    pieces, pair = ModelPieces(model, ParallelState.alone()), nn.ModuleList([*model.layers.values()][:2])
+    with shapes_only([pair], batch):
+        inputs = pieces._inputs(batch, pair)
+        together = trace(
+            lambda x: pair[1](pair[0](x, inputs), inputs),
+            pieces._hidden(batch),
+            [*pair.parameters()],
+            in_two=True,
+        )
+    parts = {number: pieces.block(block, batch, reached=True) for number, block in enumerate(pair)}
+    stage = StageCost(False, parts, (), frozenset(parts))
+    work = Work(state, model.config.hidden_size, row.length, row.rows, 4, fused=False, schedule="zbv")
+    stage_bytes = StageBytes(stage, work, zero=0, own_input=False, largest=0)
+    assert stage_bytes.halfway == pytest.approx(together.between, rel=1e-4)  # but for a number or two
+    assert sum(piece.between for piece in parts.values()) < 0.99 * together.between
 
 
 def test_it_counts_what_lives_and_the_worst_moment():

@@ -1,0 +1,58 @@
+"""Walk through the second part of a backward in two, which computes the gradients of weights.
+
+Its pieces run from the first block on. The graph of the later ones keeps what no weight's gradient is
+computed from (``Trace.freed``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .rank_walk import RankWalk
+
+
+def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> None:
+    """Note the instants of a second part. ``place``: of its stage on the rank; ``exit``: the trained elements
+    of the root that it computes the gradients of; ``last``: whether it is the last one of its stage.
+    """
+    gradients, stage = walk.gradients, walk.stages[place]
+    computed, trained = gradients.stages[place].here, gradients.stages[place].trained
+    zero3, largest, first = walk.zero == 3, walk.parameters.most("trained"), place in walk.absent
+    walk.now += computed * walk.made * zero3
+    before, missing = walk.now, walk.missing
+    walk.note(max(walk.parameters.root.here, walk.parameters.most("here")) * walk.made * zero3)
+    start, made, adds = walk.now, 0.0, gradients.adds
+    for piece, number, block in stage.in_two:
+        part, grads = piece.second_part, piece.gradients * (not adds)
+        most = part.second_with_gradient if adds and not first else part.second_with_gradients
+        for index in {0, number - 1}:
+            walk.now = start - index * part.freed
+            walk.note(made + index * grads + most)
+        start -= number * part.freed
+        made += number * grads
+        if first and adds and block >= 0:
+            walk.missing -= number * gradients.lasts(walk.parameters.group(block))
+    walk.now = before - (stage.halfway + stage.kept)
+    made = (trained + exit) * walk.made
+    summing = last and gradients.in_last
+    if not (gradients.each or summing or adds):
+        walk.note(made)
+    if first:
+        walk.missing = missing - gradients.lasts(gradients.stages[place])
+        # FSDP's sum of the root makes what lasts of it.
+        walk.missing -= 0 if gradients.each else walk.of_root
+    if gradients.each:
+        walk.left = 0.0
+        walk.note(made + largest * walk.work.reduce)
+        if exit:
+            walk.now -= computed * walk.made * zero3
+            walk.last_sum = 0.0
+            walk.note(gradients.summed_root())
+    elif summing:
+        waits = 0 if adds else made - largest * walk.made
+        # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
+        beside = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
+        walk.note(waits + largest * walk.work.reduce + beside)
+    elif not adds:
+        walk.note(walk.parameters.most("largest") * walk.made)
