@@ -6,7 +6,7 @@ The sum ``W + scale * B A`` is computed a block at a time, with no model.
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..models import (
     implementation_of,
 )
 from ..parallel_state import BadCheckpoint, BadInput, Box
-from ..storage.catalog import Catalog, first_difference, in_one_file
+from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, ADAPTERS, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import companions_in
@@ -36,6 +36,7 @@ from ..storage.small_files import read_json
 from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
+from .stored_tensor import check_same_shapes
 
 _SAMPLE = 256
 #: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.
@@ -148,25 +149,17 @@ def _peft_folder(path: Path, base: Source) -> Source:
         raise BadInput(file_path, expected="the adapters' weights", found="no such file", todo=todo)
     _, shapes = adapted(base.family, lora).links(base.model_config)
     file = TensorFile.open(file_path, expected=shapes)
-    _check_tensors(file, shapes)
+    todo = "The adapter is for another model than target_modules and rank of adapter_config.json say"
+    in_file = {name: entry.shape for name, entry in file.tensors.items()}
+    check_same_shapes(file.path, shapes, in_file, todo=todo, kind=BadInput)
+    for name, entry in file.tensors.items():
+        if entry.dtype not in WEIGHTS:
+            raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
     catalog = Catalog({name: in_one_file(file, name) for name in shapes})
     return replace(
         base, path=path, companions=companions_in(path), files=[file], catalog=catalog, manifest=None,
         warnings=[], adapter=stored,
     )  # fmt: skip
-
-
-def _check_tensors(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if difference := first_difference(shapes, {name: entry.shape for name, entry in file.tensors.items()}):
-        name, wanted, there = difference
-        present = "a tensor, as target_modules says" if there is None or wanted is None else [*wanted]
-        expected = "no such tensor" if wanted is None else present
-        todo = "The adapter is for another model or modules, or its rank differs from adapter_config.json"
-        actual = "none of that name" if there is None else [*there]
-        raise BadInput(file.path, name, expected=expected, found=actual, todo=todo)
-    for name, entry in file.tensors.items():
-        if entry.dtype not in WEIGHTS:
-            raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,13 @@ It is written last, so a directory without one is no checkpoint. Everything in i
 directory before a tensor is read: a checkpoint is whole or it is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -71,7 +69,7 @@ class Manifest(StrictRecord):
     tensors: dict[str, StoredTensor]
 
     @classmethod
-    def load(cls, directory: Path | str, *, whole: bool = True) -> Manifest:
+    def load(cls, directory: Path | str, *, whole: bool = True) -> Self:
         """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is wrong.
 
         Checks names, sizes and coverage; ``verify`` also reads every byte. Without ``whole`` no other file is
@@ -92,7 +90,7 @@ class Manifest(StrictRecord):
         return manifest
 
     @classmethod
-    def parse(cls, raw: bytes, where: object) -> Manifest:
+    def parse(cls, raw: bytes, where: object) -> Self:
         """Parse the manifest in these bytes; checks its form and its seal only."""
         version = parse_object(raw, where, kind=BadCheckpoint).get("version")
         if type(version) is not int or version not in (VERSION, WITH_GRIDS):

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation
-from ..storage.catalog import first_difference
 from ..storage.file_names import MANIFEST
 from ..storage.strict_json import DEEPEST, Count, StrictRecord, shown
 from .manifest import Manifest
@@ -173,9 +172,5 @@ def check_same_model(where: object, other: Manifest, manifest: Manifest) -> None
 
     Retention would count it among this model's checkpoints, and delete it.
     """
-    if (difference := first_difference(manifest.shapes(), other.shapes())) is not None:
-        name, wanted, there = difference
-        tensor = f"no {shown(name)}" if wanted is None else f"{shown(name)} of shape {[*wanted]}"
-        expected = f"a checkpoint of the same model as the one to be saved, with {tensor}"
-        actual = "none" if there is None else f"one of shape {[*there]}"
-        raise BadInput(where, expected=expected, found=actual, todo="Choose another folder")
+    todo = "It is a checkpoint of another model than the one to be saved: choose another folder"
+    check_same_shapes(where, manifest.shapes(), other.shapes(), todo=todo, kind=BadInput)

@@ -4,16 +4,14 @@ A run cuts each tensor evenly, so a line for each part would repeat the same rul
 this rule. Single parts are computed from it when they are needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
+from ..parallel_state import BadCheckpoint, BadInput, Box, Declaration, Layout
 from ..storage.catalog import first_difference
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
@@ -30,12 +28,13 @@ def check_same_shapes(
     *,
     what: str = "tensor",
     todo: str = "",
+    kind: type[BadInput] = BadCheckpoint,
 ) -> None:
-    """Refuse a checkpoint that has not the wanted tensors, naming the first that differs."""
+    """Refuse what has not the wanted tensors, naming the first that differs."""
     if (difference := first_difference(wanted, actual)) is not None:
         name, *shapes = difference
         expected, there = (f"no such {what}" if shape is None else [*shape] for shape in shapes)
-        raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
+        raise kind(where, shown(name), expected=expected, found=there, todo=todo)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -68,7 +67,7 @@ class Grid(StrictRecord):
     cuts: tuple[GridCut, ...] = ()
 
     @classmethod
-    def of(cls, stated: Declaration, layout: Layout, pipeline: int) -> Grid:
+    def of(cls, stated: Declaration, layout: Layout, pipeline: int) -> Self:
         """Return the grid of a parameter as the ranks of one pipeline rank store it between steps.
 
         Its parts are the boxes of ``Declaration.shard_box`` without padding, in the files of their owners.

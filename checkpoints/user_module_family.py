@@ -1,11 +1,9 @@
 """Store a user's module, which no family describes, as data: its declarations and its table of names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue
 from torch import nn
@@ -60,7 +58,7 @@ class StoredRule(StrictRecord):
         return Rule(self.ours, self.hf, transpose=self.transpose or self.kind == "transpose")
 
     @classmethod
-    def of(cls, rule: Rule) -> StoredRule:
+    def of(cls, rule: Rule) -> Self:
         """Record a rule that needs no config, as all but ``groups`` and the like."""
         ours, (hf, *others) = rule.our_names, rule.stored_names
         kind = "split" if ours[1:] else "stack" if "e" in rule.numbers else "rename"
@@ -92,7 +90,7 @@ class StoredModule(StrictRecord):
         stages: Sequence[Mapping[str, Declaration]],
         names: Iterable[Rule],
         blocks: Sequence[Collection[str]] = (),
-    ) -> StoredModule:
+    ) -> Self:
         """Record each stage's declarations; ``blocks``: the names of each stage of one block."""
         stored: dict[str, StoredDeclaration] = {}
         for number, stage in enumerate(stages):

@@ -5,8 +5,6 @@ FSDP2's own bytes a parameter, measured (bf16 compute, fp32 weights, moments and
 has sums in bf16 and keeps no gathered weights beside sharded ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ FSDP handles a group of parameters at a time: a block, or the root, all that is 
 gathers a group and, with ZeRO 3, the group before it, and sums the gradients of each (``rank_gradients.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 

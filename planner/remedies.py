@@ -1,7 +1,5 @@
 """Find the changes of a recipe with which its plan fits the device; what costs least time comes first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

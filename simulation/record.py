@@ -1,7 +1,5 @@
 """Hold what a simulated step did: plain data, which goes through a pipe."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

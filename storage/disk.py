@@ -8,8 +8,6 @@ by many readers at once, against its deletion: a run with ``keep = 1`` deletes a
 next one is committed. On a file system without such locks a reader may find files deleted.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -19,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from ..parallel_state import BadCheckpoint, MachineFailed
 from ..system import refusal_of
@@ -131,7 +130,7 @@ class FileLock:
         self.path, self.fd = path, fd
 
     @classmethod
-    def take(cls, path: Path) -> FileLock | None:
+    def take(cls, path: Path) -> Self | None:
         """Make the file if there is none, and lock it; ``None`` where another process has it.
 
         ``OSError`` for a pipe or a device of that name.

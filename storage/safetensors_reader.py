@@ -4,14 +4,13 @@ The file is never mapped: a mapped file that shrinks kills the process with SIGB
 memory of ours in every tool that a user looks at.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class TensorFile:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     @classmethod
-    def open(cls, path: Path | str, *, expected: Container[str] = ()) -> TensorFile:
+    def open(cls, path: Path | str, *, expected: Container[str] = ()) -> Self:
         """Read and check the header of ``path``.
 
         Every flaw of the file is a ``BadInput`` of one line naming the file and the tensor. ``expected`` are
@@ -77,7 +76,7 @@ class TensorFile:
             return cls(path, *header, size, identity_of(status))
 
     @property
-    def stored_in(self) -> Sequence[TensorFile]:
+    def stored_in(self) -> Sequence["TensorFile"]:
         """Return the files on the disk that the tensors are read from: this one, unless they are unpacked."""
         return (self,)
 
@@ -86,7 +85,7 @@ class TensorFile:
         """Return begin, end and CRC-32 of stretches whose sums the file states itself: safetensors none."""
         return ()
 
-    def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
+    def made_of(self, name: str) -> Sequence[tuple["TensorFile", str]]:
         """Return the tensors on the disk, each as its file and its name there, that ``name`` is made of."""
         return ((self, name),)
 

@@ -8,8 +8,6 @@ An output of several files beside each other (``publish_files``) is complete whe
 name; ``output_file`` is for one file. A kill leaves it absent or whole; a later run clears the rest.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -18,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, FileLock, writing
@@ -41,7 +40,7 @@ class Staging:
     @classmethod
     def begin(
         cls, output: Path, check: Callable[[], None] | None = None, *, identity: str | None = None
-    ) -> Staging:
+    ) -> Self:
         """Lock an output, and make the directory to write into.
 
         ``check`` refuses names that are taken; without it the output is a directory, for which

@@ -5,8 +5,6 @@ A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host,
 ``collect`` and ``whole_step``, if it compares all rows of the step; then itself, for each micro-batch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +89,7 @@ class Loss(ABC):
         """Return the terms by name; a subclass may have a mapping in place of this, or set one."""
         return _ONE_TERM
 
-    def for_state(self, state: ParallelState) -> Loss:
+    def for_state(self, state: ParallelState) -> "Loss":
         """Return the loss for a rank; a function that names ``state`` is given it."""
         return self
 
@@ -112,7 +110,7 @@ class Loss(ABC):
         """Tell for each of ``faults`` whether this loss has it; ``None`` if these samples do not show it."""
         return ()
 
-    def for_evaluation(self) -> Loss:
+    def for_evaluation(self) -> "Loss":
         """Return the loss without what only training adds."""
         return self
 
@@ -150,7 +148,7 @@ class FunctionLoss(Loss):
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
         self.count = None if count is None else lambda samples: {"loss": count(samples)}
 
-    def for_state(self, state: ParallelState) -> FunctionLoss:
+    def for_state(self, state: ParallelState) -> "FunctionLoss":
         if "state" not in signature_of(self.function).parameters:
             return self
         function = partial(self.function, state=state)

@@ -3,8 +3,6 @@
 Both sums also refuse, on all ranks alike, what one of them cannot use.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +34,7 @@ class StepReport:
     stale: float = 0
     reshaped: float = 0
 
-    def agreed(self, state: ParallelState, refusal: BadInput | None = None) -> StepReport:
+    def agreed(self, state: ParallelState, refusal: BadInput | None = None) -> "StepReport":
         """Return the sums over all ranks, but with this rank's rows; raise on all what one cannot use.
 
         ``refusal``: why this rank cannot use its samples. Collective.

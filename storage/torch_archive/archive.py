@@ -5,8 +5,6 @@ tensor is a view of a storage. Source: ``torch/serialization.py`` (``_save``, ``
 ``torch/_utils.py`` (``_rebuild_tensor_v2``, ``_rebuild_tensor_v3``, ``_rebuild_parameter``).
 """
 
-from __future__ import annotations
-
 import os
 from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping

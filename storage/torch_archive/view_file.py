@@ -1,11 +1,10 @@
 """Read strided views of one file, a box at a time, as tensors of a safetensors file are read."""
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Self
 
 from ...parallel_state import BadInput
 from ..safe_open import open_regular
@@ -28,7 +27,7 @@ class ViewFile(TensorFile):
         self._stretches: list[ZipEntry] = []  # in order
 
     @classmethod
-    def of(cls, path: Path) -> ViewFile:
+    def of(cls, path: Path) -> Self:
         """Open ``path`` as a file without views."""
         with open_regular(path) as (_, status):
             return cls(path, status.st_size, identity_of(status))
