@@ -3,6 +3,7 @@
 Offers linear layers, embeddings, norms, attention, experts, dropout and losses. Given a ``ParallelState``,
 each holds only one rank's part. Also offers activation checkpointing, LoRA and compilation for blocks.
 """
+# mypy: implicit-reexport
 
 from .activation_checkpointing import (
     Checkpointing,

@@ -4,6 +4,7 @@ Offers ``Layout``, the number of ranks along each axis; ``ParallelState``, the l
 parameters that declare once how they are cut; sums of partial gradients; gradient clipping by the norm of the
 whole model; and the errors that users meet.
 """
+# mypy: implicit-reexport
 
 from ..system.errors import (
     BadCheckpoint,

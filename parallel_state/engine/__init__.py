@@ -2,6 +2,7 @@
 
 Offers collectives that ``torch.compile`` can trace, kernels, and access to FSDP's internals.
 """
+# mypy: implicit-reexport
 
 from . import accelerator, supported_torch
 from .autograd_and_compiler import (

@@ -3,6 +3,7 @@
 ``read_archive`` finds the tensors of one archive; ``ViewFile`` reads boxes of these tensors by ``pread``.
 ``pickle_records.py`` refuses a pickle that names anything outside a fixed list. Nothing named is called.
 """
+# mypy: implicit-reexport
 
 from .archive import nested, open_state_dict, read_archive
 from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
