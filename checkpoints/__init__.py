@@ -42,7 +42,6 @@ from .saver import Contents as Contents
 from .saver import Saver as Saver
 from .source import Source as Source
 from .source import foreign_format as foreign_format
-from .source import read_foreign as read_foreign
 from .source import read_source as read_source
 from .user_module_family import Described as Described
 from .verify import verify as verify

@@ -18,9 +18,8 @@ from typing import TypeVar
 from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold
-from ..storage.fetched import fetched
 from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name, holds_steps, set_aside_name
-from ..storage.remote_folder import RemoteFolder
+from ..storage.remote_folder import RemoteFolder, fetched
 from ..system.addresses import as_url
 from .hugging_face.folder import FILES, from_hub
 from .manifest import Manifest

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -108,7 +107,9 @@ class Manifest(StrictRecord):
         """Return JSON with a line for each field, file and tensor, which people and ``diff`` can read."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
         fields["version"] = self.version
-        return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
+        names = (name for name in type(self).model_fields if name in fields)
+        lines = [f"{json.dumps(name)}: {_lines(fields[name])}" for name in names]
+        return seal(b"{\n" + ",\n".join(lines).encode() + _END)
 
     def accepted_bytes(self, directory: Path) -> bytes:
         """Return the text for ``directory``; refuse what a reader would not accept there as the same."""
@@ -219,12 +220,6 @@ class Manifest(StrictRecord):
 _MARK = b',\n"seal": '
 _REST = re.compile(rb'"([0-9a-f]{64})"\n}\n')
 _END = b"\n}\n"
-
-
-def text_of(fields: Mapping[str, object]) -> bytes:
-    """Write a JSON object with a line for each field, and for each member of a field that has several."""
-    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in fields.items()]
-    return b"{\n" + ",\n".join(lines).encode() + _END
 
 
 def seal(text: bytes) -> bytes:

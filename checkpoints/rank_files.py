@@ -173,7 +173,7 @@ class CheckpointFile(TensorFile):
 
     def __getattr__(self, name: str) -> Any:
         """Open the file for one of those attributes that opening sets."""
-        if name not in ("tensors", "metadata", "data_begin", "size", "identity"):
+        if name not in ("tensors", "data_begin", "size", "identity"):
             raise AttributeError(name)
         with self._lock:
             if name not in self.__dict__:

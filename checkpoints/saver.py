@@ -14,16 +14,14 @@ from ..parallel_state.collective_errors import on_rank_0, together
 from ..storage.disk import Disk, writing
 from ..storage.dtypes import BUFFER
 from ..storage.files_beside_weights import Companion, read_companions
-from ..storage.leftovers import clear_unfinished
-from ..storage.output_places import check_home, check_output
+from ..storage.output_places import check_home, check_output, clear_unfinished
 from ..storage.remote_folder import RemoteFolder
 from ..storage.staging import Staging
 from ..storage.strict_json import StoredFile, shown
-from .after_commit import AfterCommit, set_aside
 from .find import good_manifests, step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter
 from .manifest_checks import Progress, check_plain, check_same_model, read_back
-from .mirror import Mirror
+from .mirror import AfterCommit, Mirror, set_aside
 from .optimizer_state import MOMENTS, StoredOptimizer, gather_optimizer, moment_name, moment_of
 from .rank_files import files_to_come, places, stored_parts, stored_tensors, write_file
 from .stored_tensor import StoredTensor
@@ -210,7 +208,7 @@ class Saver:
                 staging.abandon()
         if not rank:
             fault("checkpoint.before_retention", rank=0, step=step)
-            self._after.begin(step)  # now, when all ranks know of the commit
+            self._after.begin(target)  # now, when all ranks know of the commit
 
     def _prepare(self) -> None:
         """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""

@@ -13,7 +13,7 @@ from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import CHECKPOINTS, CONFIG, MANIFEST, SOURCES, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.leftovers import why_absent
+from ..storage.output_places import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
@@ -205,15 +205,9 @@ def read_source(
 
 
 def foreign_format(path: str | Path) -> Format | None:
-    """Return another project's format, if ``path`` is a checkpoint of one that is known."""
+    """Return another project's format (see ``Format.read``), if ``path`` is a checkpoint of a known one."""
     known = Path(path).exists() and kind_of_folder(Path(path), SOURCES)[1] is FolderKind.OTHER
     return format_of(Path(path)) if known else None
-
-
-def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
-    """Read the headers of another project's checkpoint, under its own names; ``None`` if ``path`` is none."""
-    form = foreign_format(path)
-    return None if form is None else form.read(Path(path))
 
 
 def _sharded(checkpoint: Found, implementation: Implementation) -> Source:

@@ -202,7 +202,7 @@ def verify_file(
     sums, whole = [seen.of(*stretch) for stretch in stretches], 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
         whole = crc32_combine(whole, crc, end - begin)
-    _check(file.path, stored, whole)
+    check_crc(file.path, stored, whole)
     return {name: crc for (name, _), crc in zip(entries, sums[1:], strict=True)}
 
 
@@ -210,10 +210,11 @@ def verify_companions(directory: Path, manifest: Manifest) -> None:
     """Refuse the checkpoint if a byte of its companions (tokenizer files and the like) has changed."""
     for stored in manifest.companions:
         path = contained(directory, stored.name, kind=BadCheckpoint)
-        _check(path, stored, crc32(read_small(path, stored.size, kind=BadCheckpoint)))
+        check_crc(path, stored, crc32(read_small(path, stored.size, kind=BadCheckpoint)))
 
 
-def _check(path: Path, stored: StoredFile, crc: int) -> None:
+def check_crc(path: Path, stored: StoredFile, crc: int) -> None:
+    """Refuse a file of a checkpoint that has another sum than the manifest says."""
     if crc != stored.crc32:
         raise damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=_ALTERED)
 

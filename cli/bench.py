@@ -45,8 +45,7 @@ def bench(
     from ..machine.measure.cases import PARTS, Case
     from ..machine.measure.run import Row, check_parts, make_page, report_json, shown_figure
     from ..storage.file_names import kinds_of
-    from ..storage.leftovers import make_folder
-    from ..storage.output_places import check_output_file
+    from ..storage.output_places import check_output_file, make_folder
     from ..storage.staging import output_file
 
     parts = tuple(PARTS) if only is None else tuple(word.strip() for word in only.split(","))

@@ -1,5 +1,6 @@
 """``trilith inspect DIR``."""
 
+from pathlib import Path
 from typing import Annotated
 
 from ..system import BadInput, counted
@@ -30,10 +31,11 @@ def inspect(
     from difflib import get_close_matches
     from math import prod
 
-    from ..checkpoints import read_foreign, read_source, verify_files
+    from ..checkpoints import foreign_format, read_source, verify_files
     from ..parallel_state import buffer_names
 
-    if config is None and (foreign := read_foreign(source)) is not None:
+    if config is None and (form := foreign_format(source)) is not None:
+        foreign = form.read(Path(source))
         say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
         for line in (*foreign.facts(), *foreign.skipped):
             say(line)

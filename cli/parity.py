@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..system import BadInput
-from .shared.options import (
-    IMPLEMENTATION,
-    SCHEDULES,
-    SPLIT,
-    VIRTUAL_STAGES,
-    check_seed,
-    schedule_names,
-)
+from .shared.options import IMPLEMENTATION, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed, schedule_names
 from .shared.parameters import As, Count, MaybeCount, Place, Range, check_weights_there
 from .shared.say import say
 

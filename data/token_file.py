@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
 from ..storage.disk import Disk, writing
-from ..storage.fetched import fetched
 from ..storage.file_names import leftovers
-from ..storage.leftovers import clear_leftovers
-from ..storage.remote_folder import RemoteFolder
+from ..storage.output_places import clear_leftovers
+from ..storage.remote_folder import RemoteFolder, fetched
 from ..storage.staging import Staging
 from ..system.addresses import as_url
 from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, read_documents, read_index, read_sums
@@ -55,7 +54,7 @@ class TokenFile:
     def open(cls, path: str | Path) -> Self:
         """Open a token file by its name, its URL, or any of its files.
 
-        The files at a URL are copied to this host first (see ``storage.fetched``).
+        The files at a URL are copied to this host first (see ``storage.remote_folder``).
 
         Checks the seal of the index, sizes, offsets, the hashes of offsets and checksums, and the first and
         last block of the tokens. Raises ``BadInput`` for files that are missing, empty, cut short, of another

@@ -158,6 +158,15 @@ def holds_steps(folder: Path) -> bool:
         return any(_is_step(entry.name) and entry.is_dir() for entry in entries)
 
 
+def kept_by_runs(folder: Path) -> str:
+    """Return what of a run the folder keeps, in words; an empty text if it keeps nothing."""
+    if holds_steps(folder) or (folder.name == CHECKPOINTS and FolderKind.RUN in kinds_of(folder.parent)):
+        return "a run's checkpoints"
+    if FolderKind.CHECKPOINT in kinds_of(folder) and any(folder.glob("*.safetensors")):
+        return "a checkpoint"
+    return ""
+
+
 def _is_step(name: str) -> bool:
     return STEP_NAME.fullmatch(finished_name(name) or name) is not None
 

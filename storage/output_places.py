@@ -1,20 +1,28 @@
-"""Say what may be written where: refuse, before anything is written, an output that would be in the way."""
+"""Say what may be written where: refuse, before anything is written, an output that would be in the way; take
+an output's lock; remove what killed runs left beside it; delete a checkpoint safely.
+"""
 
 import os
+import re
+import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
-from ..parallel_state import BadInput
+from rich.filesize import decimal
+
+from ..parallel_state import BadInput, fault
 from ..system.addresses import address_of
-from .file_names import CHECKPOINTS, LONGEST_NAME, FolderKind, holds_steps, kinds_of
-from .leftovers import bytes_of_leftovers, clear_leftovers
+from .disk import Disk, DiskFailed, FileLock, closing, try_lock, writing
+from .file_names import LONGEST_NAME, beside, finished_name, kept_by_runs, leftovers, unfinished
 
 #: How many of a file's first and last bytes are read to tell which command wrote it.
 _SEEN = 1 << 16
 #: The room on the disk that is asked for, of what an output needs.
 _SPARE = 1.1
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 #: Takes a file's first and last bytes; returns whether the command that asks has written the file.
 IsOurs = Callable[[bytes], bool]
@@ -28,7 +36,7 @@ def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 def _check_apart(output: Path) -> None:
     for folder in _around(output):
-        if reserved := _kept_by_runs(folder):
+        if reserved := kept_by_runs(folder):
             todo = "Choose a place outside"
             raise BadInput(output, expected=f"a place outside {reserved}", found=str(folder), todo=todo)
 
@@ -63,14 +71,6 @@ def _inside(around: list[Path], source: Path) -> Path | None:
     inner = (child for child in source.iterdir() if child.is_dir() and not child.is_symlink())
     source_folders = [source, *inner]
     return next((folder for folder in around if any(map(folder.samefile, source_folders))), None)
-
-
-def _kept_by_runs(folder: Path) -> str:
-    if holds_steps(folder) or (folder.name == CHECKPOINTS and FolderKind.RUN in kinds_of(folder.parent)):
-        return "a run's checkpoints"
-    if FolderKind.CHECKPOINT in kinds_of(folder) and any(folder.glob("*.safetensors")):
-        return "a checkpoint"
-    return ""
 
 
 def check_output_file(
@@ -133,8 +133,8 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
     free = space.f_bavail * space.f_frsize
     need -= bytes_of_leftovers(output)
     if need * _SPARE > free:
-        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=_in_bytes(free))
+        expected = f"{decimal(round(need * _SPARE))} free ({decimal(need)} and a tenth)"
+        raise BadInput(output, expected=expected, found=decimal(free))
 
 
 def check_free(output: Path) -> None:
@@ -153,12 +153,6 @@ def check_free(output: Path) -> None:
             raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
 
 
-def _in_bytes(size: float) -> str:
-    """Return a number of bytes in the unit in which it is at least one."""
-    power = min((len(f"{size:.0f}") - 1) // 3, len(_UNITS) - 1)
-    return f"{size / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
-
-
 def check_home(output: Path) -> Path:
     """Return the existing folder in which the output, or folders around it, will be made.
 
@@ -175,3 +169,88 @@ def check_home(output: Path) -> Path:
     if not os.access(home, os.W_OK | os.X_OK):
         raise BadInput(home, expected="a directory that we may write to", found="no permission to")
     return home
+
+
+#: In the name of a lock, as in all that is left beside an output: nobody's own file is called so.
+_LOCK = ".tmp-lock"
+_LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Delete a checkpoint, first its name: what a kill leaves is none; ``clear_unfinished`` removes it."""
+    disk, unnamed = Disk(), unfinished(directory, secrets.token_hex(8))
+    with writing(directory):
+        disk.rename(directory, unnamed)
+        disk.sync_directory(directory.parent)
+    fault("commit.amid_removal", rank=0)
+    disk.remove_tree(unnamed)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    # A lock alone is of a run that was killed before it made more, or after all was done.
+    output_names = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
+    for name in sorted(output_names):
+        clear_leftovers(root / name)
+
+
+def clear_leftovers(output: Path, *, lock_only: bool = False) -> None:
+    """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
+    left = [] if lock_only else leftovers(output)
+    if not left and not beside(output, _LOCK).exists():
+        return
+    with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
+        lock = lock_output(output)
+        for path in left:
+            Disk().remove_tree(path)
+        lock.remove()
+
+
+def bytes_of_leftovers(output: Path) -> int:
+    """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
+    files = (path for left in leftovers(output) for path in left.rglob("*") if path.is_file())
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+def why_absent(output: Path) -> tuple[str, str]:
+    """Return what there is in the place of an output that is not there, and what to do about it."""
+    try:
+        left = leftovers(output)
+        latest = max((path.stat().st_mtime for path in left), default=0.0)
+    except OSError:  # a folder that may not be read
+        left = []
+    if not left:
+        return "no such folder", ""
+    if _is_locked(beside(output, _LOCK)):
+        return f"one that a command is writing now, into {left[0].name}", "Wait until that command has ended"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(latest))
+    leftover = f"what a killed command left in {left[0].name}, {when} at the latest"
+    return leftover, "Run the same command again: it completes the output"
+
+
+def _is_locked(path: Path) -> bool:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError), closing(os.open(path, flags)) as fd:
+        return not try_lock(fd, shared=True)
+    return False
+
+
+def lock_output(output: Path) -> FileLock:
+    """Take the lock of an output; ``BadInput`` where another process has it."""
+    path = beside(output, _LOCK)
+    with writing(path):
+        lock = FileLock.take(path)
+    if lock is None:
+        holder, todo = "another process writing it", "Wait for it, or choose another output"
+        raise BadInput(output, expected="an output of our own", found=holder, todo=todo)
+    return lock
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those around it, as far as they are missing; a power cut cannot take them back."""
+    missing = [*takewhile(lambda path: not path.exists(), (folder, *folder.parents))]  # thousands, perhaps
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another process made it, or it is ``new/../new``
+            Disk().make_directory(path)
+            Disk().sync_directory(path.parent)

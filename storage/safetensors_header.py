@@ -45,9 +45,9 @@ def header_length(first: bytes, size: int, where: object) -> int:
 
 def parse_header(
     raw: bytes, size: int, where: object, *, expected: Container[str] = ()
-) -> tuple[dict[str, View], dict[str, str], int]:
-    """Parse the header from its JSON bytes and the size of the whole file; return the tensors, the metadata
-    and the first byte behind the header. Every byte of the file belongs to exactly one tensor or to it.
+) -> tuple[dict[str, View], int]:
+    """Parse the header from its JSON bytes and the size of the whole file; return the tensors and the first
+    byte behind the header. Every byte of the file belongs to exactly one tensor or to it.
 
     Names that look like paths are refused unless they are in ``expected``: a name must never become a path.
     """
@@ -56,7 +56,7 @@ def parse_header(
     if raw.count(b'"data_offsets"') > MAX_TENSORS:  # before a parse that would take seconds
         raise BadInput(where, "header", expected=f"at most {MAX_TENSORS:,} tensors", found="more")
     fields = parse_object(raw, f"{where}: header")
-    metadata = _metadata(fields.pop("__metadata__", {}), where)
+    _check_metadata(fields.pop("__metadata__", {}), where)
     if len(fields) > MAX_TENSORS:
         raise BadInput(where, "header", expected=f"at most {MAX_TENSORS:,} tensors", found=f"{len(fields):,}")
     data_begin = _LENGTH + len(raw)
@@ -66,7 +66,7 @@ def parse_header(
             _check_name(name, where)
         tensors[name] = _entry(name, value, data_begin, where)
     _check_tiling(tensors, data_begin, size, where)
-    return tensors, metadata, data_begin
+    return tensors, data_begin
 
 
 def build_header(
@@ -92,13 +92,12 @@ def build_header(
     return len(text).to_bytes(_LENGTH, "little") + text, entries
 
 
-def _metadata(value: object, where: object) -> dict[str, str]:
+def _check_metadata(value: object, where: object) -> None:
     if not isinstance(value, dict):
         raise BadInput(where, "__metadata__", expected="an object", found=shown(value))
     for key, text in value.items():
         if not isinstance(text, str):
             raise BadInput(where, f"__metadata__ {shown(key)}", expected="a string", found=shown(text))
-    return value
 
 
 def _check_name(name: str, where: object) -> None:

@@ -37,21 +37,14 @@ _SAMPLES, _SAMPLE = 64, 4096
 class TensorFile:
     """Read a safetensors file whose header was checked. It holds no file descriptor between calls.
 
-    ``tensors``: for each name its ``View``. ``metadata``: the file's own ``__metadata__``. ``size``: the
-    bytes of the whole file. ``identity`` changes when the file changes, even if its time stamp was put back.
-    Safe to use from several threads at once.
+    ``tensors``: for each name its ``View``. ``size``: the bytes of the whole file. ``identity`` changes when
+    the file changes, even if its time stamp was put back. Safe to use from several threads at once.
     """
 
     def __init__(
-        self,
-        path: Path,
-        tensors: dict[str, View],
-        metadata: dict[str, str],
-        data_begin: int,
-        size: int,
-        identity: object,
-    ):
-        self.path, self.tensors, self.metadata, self.data_begin = path, tensors, metadata, data_begin
+        self, path: Path, tensors: dict[str, View], data_begin: int, size: int, identity: object
+    ) -> None:
+        self.path, self.tensors, self.data_begin = path, tensors, data_begin
         self.size, self.identity = size, identity
 
     def __repr__(self) -> str:

@@ -26,15 +26,7 @@ from ..parallel_state import BadInput, fault
 from .crc import crc32
 from .disk import Disk, closing, writing
 from .safe_open import read_small
-from .strict_json import (
-    DEEPEST,
-    decode_utf8,
-    deeper,
-    finite_float,
-    is_pointer,
-    parse_object,
-    what_it_looks_like,
-)
+from .strict_json import DEEPEST, decode_utf8, deeper, finite_float, parse_object, refuse_pointer
 
 #: The most bytes of a file that a person writes by hand: a recipe, a template.
 BY_HAND = 1 << 20
@@ -42,14 +34,6 @@ BY_HAND = 1 << 20
 CONFIGURATION = 16 << 20
 #: The most bytes of a log that grows by a line a step, and of a file of prompts.
 LOG = 1 << 30
-
-
-def refuse_pointer(raw: bytes, path: Path) -> None:
-    """Refuse what git-lfs leaves in a file's place until the file is fetched."""
-    if is_pointer(raw):
-        raise BadInput(
-            path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw)
-        )
 
 
 def read_text(path: Path, limit: int = BY_HAND) -> str:

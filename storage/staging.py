@@ -21,8 +21,7 @@ from typing import Self
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
-from .leftovers import lock_output, make_folder
-from .output_places import IsOurs, check_free, check_output, check_output_file
+from .output_places import IsOurs, check_free, check_output, check_output_file, lock_output, make_folder
 from .safe_open import read_small
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")

@@ -21,6 +21,8 @@ _MOST_DIGITS = 300
 #: What to do with a text in another encoding.
 SAVE_AS_UTF8 = "Save the file as UTF-8, such as with iconv -f latin1 -t utf-8"
 
+#: How what git-lfs leaves begins.
+_POINTER = b"version https://git-lfs"
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -75,15 +77,17 @@ def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -
         raise kind(where, expected="UTF-8 text", found=bad_byte, todo=todo) from None
 
 
-def is_pointer(raw: bytes) -> bool:
-    """Return whether this is the small file that git-lfs leaves in a file's place until it is fetched."""
-    return raw.startswith(b"version https://git-lfs")
+def refuse_pointer(raw: bytes, where: object) -> None:
+    """Refuse what git-lfs leaves in a file's place until the file is fetched."""
+    if raw.startswith(_POINTER):
+        todo = what_it_looks_like(raw)
+        raise BadInput(where, expected="the file itself", found="a git-lfs pointer", todo=todo)
 
 
 def what_it_looks_like(raw: bytes) -> str:
     """Return what to do if the first bytes are of a git-lfs pointer, a web page or UTF-16, else nothing."""
     head = raw[:256].lstrip().lower()
-    if is_pointer(head):
+    if head.startswith(_POINTER):
         return "This is a git-lfs pointer, not the file: run git lfs pull"
     if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "This is a web page saved under the file's name: download the file again"

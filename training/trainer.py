@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import (
-    Progress,
-    Saver,
-    begin_moments,
-    load,
-    newest_of_run,
-    restore_if_none,
-)
+from ..checkpoints import Progress, Saver, begin_moments, load, newest_of_run, restore_if_none
 from ..data.batches import MicroBatches
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator

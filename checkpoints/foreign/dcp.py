@@ -17,16 +17,7 @@ from ...storage.file_names import DCP_METADATA
 from ...storage.safe_open import check_plain_name, contained, read_small
 from ...storage.strict_json import shown
 from ...storage.strides import View, check_coverage
-from ...storage.torch_archive import (
-    Limits,
-    Maker,
-    Name,
-    OrderedDict,
-    Record,
-    ViewFile,
-    read_archive,
-    read_records,
-)
+from ...storage.torch_archive import Maker, Name, OrderedDict, Record, ViewFile, read_archive, read_records
 from ...storage.torch_archive.archive import DTYPES, size_of
 from .checkpoint import ForeignCheckpoint
 
@@ -35,7 +26,7 @@ FORM = "torch.distributed.checkpoint (DCP)"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOST_BYTES = 1 << 29
 #: Opcodes of ``.metadata``: some 40 for each chunk of a tensor.
-_LIMITS = Limits(nodes=50_000_000)
+_MOST_OPCODES = 50_000_000
 _METADATA = "torch.distributed.checkpoint.metadata."
 #: The names that DCP writes into ``.metadata``.
 NAMES: dict[str, Maker | None] = {
@@ -106,7 +97,7 @@ def read_tensors(path: Path, further: Mapping[str, Maker | None] | None = None) 
     """
     where = path / DCP_METADATA
     raw = read_small(contained(path, DCP_METADATA), _MOST_BYTES)
-    top = read_records(raw, where, {**NAMES, **(further or {})}, limits=_LIMITS)
+    top = read_records(raw, where, {**NAMES, **(further or {})}, opcodes=_MOST_OPCODES)
     listed, stored = _fields(top, "Metadata", where, "state_dict_metadata", "storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):
         raise BadInput(where, expected="tables of tensors and of places", found="something else")

@@ -52,7 +52,7 @@ class PackedFile(TensorFile):
     def __init__(self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]]) -> None:
         self._packed = packed
         tensors = {name: View.row_major("BF16", self.shape_of(name), 0) for name in packed}
-        super().__init__(path, tensors, {}, 0, 0, None)
+        super().__init__(path, tensors, 0, 0, None)
 
     @classmethod
     def pairs(cls, tensors: Mapping[str, TensorFile], path: Path) -> dict[str, tuple[TensorFile, TensorFile]]:

@@ -13,7 +13,8 @@ from ...storage import DECIDE_IDS, VOCABULARIES
 from ...storage.file_names import CONFIG
 from ...storage.files_beside_weights import COMPANIONS
 from ...storage.safe_open import read_small, stat_regular
-from ...storage.small_files import read_json, refuse_pointer
+from ...storage.small_files import read_json
+from ...storage.strict_json import refuse_pointer
 from ...system import OverLimit, bounded, quiet_libraries
 
 #: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.

@@ -6,6 +6,5 @@
 # mypy: implicit-reexport
 
 from .archive import nested, open_state_dict, read_archive
-from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
+from .pickle_records import Maker, Name, OrderedDict, Record, read_records
 from .view_file import ViewFile
-from .zip_entries import ZipEntry, zip_entries

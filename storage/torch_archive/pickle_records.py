@@ -13,7 +13,6 @@ Source of the opcodes: Python's ``Lib/pickletools.py``, protocols 2 to 5, and ``
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedReader, BytesIO
 from struct import Struct
@@ -86,21 +85,10 @@ class OrderedDict(dict[Any, Any]):
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bound what a file may ask for; looked at after each 1,000 opcodes.
-
-    ``nodes``: opcodes, each of which makes at most one object of some 100 bytes. ``containers``: lists,
-    dicts, tuples, records and places in the memo, whatever the file's size; further ones only for every
-    fifth byte, because torch's own files have at most 0.17 of them a byte. ``waiting``: objects that are
-    not yet part of another one.
-    """
-
-    nodes: int = 1_000_000
-    containers: int = 50_000
-    waiting: int = 50_000
-
-
+#: What a file may ask for, looked at after each 1,000 opcodes: lists, dicts, tuples, records and places in
+#: the memo, whatever the file's size (further ones only for every fifth byte, because torch's own files have
+#: at most 0.17 of them a byte); and objects that are not yet part of another one.
+_CONTAINERS, _WAITING = 50_000, 50_000
 #: Tuples inside one another, and marks on the stack; bytes of a text, and of an integer.
 _DEEPEST, _LONGEST_TEXT, _LONGEST_INTEGER = 100, 1 << 20, 64
 _TODO = "It is no file of tensors as torch writes it, or damaged; nothing of it was run"
@@ -153,19 +141,19 @@ def read_records(
     allowed: Mapping[str, Maker | None],
     *,
     persistent: Maker | None = None,
-    limits: Limits | None = None,
+    opcodes: int = 1_000_000,
 ) -> object:
     """Return the object that a pickle describes, as plain data and records.
 
     ``allowed``: the names that may occur, each with what makes its record (``None``: a ``Record``). A mapping
     may answer for more names than it lists. ``persistent`` makes what stands for a persistent id (torch's
     storages). ``BadInput`` names ``where`` and what was found there: another name, an opcode that no writer
-    of tensors uses, a size beyond ``limits``, or damage. Shared and cyclic lists stay shared, so a caller
+    of tensors uses, a size beyond the limits, or damage. Shared and cyclic lists stay shared, so a caller
     that walks the result must count its steps.
     """
     try:
         with no_garbage_search():
-            _check_opcodes(raw, where, limits or Limits())
+            _check_opcodes(raw, where, opcodes)
             return _Unpickler(raw, where, allowed, persistent).load()
     except BadInput:
         raise
@@ -174,7 +162,7 @@ def read_records(
         raise BadInput(where, "pickle", expected="a whole pickle", found=problem, todo=_TODO) from None
 
 
-def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:
+def _check_opcodes(raw: bytes, where: object, most_opcodes: int) -> None:
     """Refuse what costs more than a file of this size may.
 
     For each object on the stack and in the memo it counts the levels of objects inside one another. Whether
@@ -183,12 +171,12 @@ def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:
     depths: list[int] = []
     memo: list[int] = []
     marks: list[int] = []
-    at, containers, most = 0, 0, limits.containers + len(raw) // 5
+    at, containers, most = 0, 0, _CONTAINERS + len(raw) // 5
 
     def refuse(at: int, expected: str, found: object) -> NoReturn:
         raise BadInput(where, f"pickle byte {at:,}", expected=expected, found=found, todo=_TODO)
 
-    for _ in range(0, limits.nodes, _BLOCK):
+    for _ in range(0, most_opcodes, _BLOCK):
         for _ in range(_BLOCK):
             if at >= len(raw):
                 refuse(at, "further opcodes", "the end of the pickle: it was cut short")
@@ -251,11 +239,11 @@ def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:
                 opcode = _BY_CODE[code].name if code in _BY_CODE else f"byte {code:#x}"
                 refuse(at, "an opcode that torch writes", opcode)
             at += size
-        if len(depths) > limits.waiting or len(marks) > _DEEPEST:
-            refuse(at, f"at most {limits.waiting:,} objects, {_DEEPEST} marks that wait", "more")
+        if len(depths) > _WAITING or len(marks) > _DEEPEST:
+            refuse(at, f"at most {_WAITING:,} objects, {_DEEPEST} marks that wait", "more")
         if containers + len(memo) > most:
             refuse(at, f"at most one list, dict, tuple or record for 5 of {len(raw):,} bytes", "more")
-    refuse(at, f"at most {limits.nodes:,} opcodes", "more")
+    refuse(at, f"at most {most_opcodes:,} opcodes", "more")
 
 
 class _Unpickler(pickle.Unpickler):

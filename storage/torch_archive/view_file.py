@@ -2,6 +2,7 @@
 
 from bisect import bisect_right, insort
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Self
@@ -10,9 +11,17 @@ from ...parallel_state import BadInput
 from ..safe_open import open_regular
 from ..safetensors_reader import TensorFile, identity_of
 from ..strides import View
-from .zip_entries import ZipEntry
 
 _BEGIN = attrgetter("begin")
+
+
+@dataclass(frozen=True, slots=True)
+class ZipEntry:
+    """Describe an entry of an archive: where its bytes begin and end in the file, and their CRC-32."""
+
+    begin: int
+    end: int
+    crc: int
 
 
 class ViewFile(TensorFile):
@@ -23,7 +32,7 @@ class ViewFile(TensorFile):
     """
 
     def __init__(self, path: Path, size: int, identity: object) -> None:
-        super().__init__(path, {}, {}, 0, size, identity)
+        super().__init__(path, {}, 0, size, identity)
         self._stretches: list[ZipEntry] = []  # in order
 
     @classmethod

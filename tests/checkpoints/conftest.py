@@ -10,7 +10,7 @@ from unittest import mock
 import fsspec
 import pytest
 import torch.distributed as dist
-from trilith.storage import fetched, remote_folder
+from trilith.storage import remote_folder
 from trilith.storage.disk import Disk
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.remote_folder import RemoteFolder
@@ -178,8 +178,8 @@ def url(request, tmp_path):
 
 
 def _end_use():
-    while fetched._in_use:
-        fetched._in_use.popitem()[1].release()
+    while remote_folder._in_use:
+        remote_folder._in_use.popitem()[1].release()
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def end_use():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Give the test a cache of its own, and an empty store in memory."""
-    monkeypatch.setenv(fetched.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote_folder.CACHE, str(tmp_path / "cache"))
     yield tmp_path / "cache"
     _end_use()
     fsspec.filesystem("memory").store.clear()

@@ -19,9 +19,8 @@ from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
-from trilith.storage import fetched as fetching
-from trilith.storage.fetched import fetched
-from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.storage import remote_folder as fetching
+from trilith.storage.remote_folder import RemoteFailed, RemoteFolder, fetched
 from trilith.system.addresses import as_url
 
 pytestmark = pytest.mark.usefixtures("cache")

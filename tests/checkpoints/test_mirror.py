@@ -22,7 +22,7 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Layout
 from trilith.recipes import parse_recipe
 from trilith.storage import remote_folder
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.leftovers import clear_unfinished
+from trilith.storage.output_places import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
 from trilith.training import check_run
 

@@ -16,7 +16,7 @@ from support.damage import flip_bit
 from support.short_runs import run_recipe, tiny_recipe, train
 from torch import nn
 from trilith.checkpoints import convert, find, load, read_source, save, verify
-from trilith.checkpoints.after_commit import delete_old
+from trilith.checkpoints.mirror import delete_old
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint

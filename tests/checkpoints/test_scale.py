@@ -24,9 +24,9 @@ from torch import nn
 from trilith.checkpoints import (
     Manifest,
     Progress,
-    after_commit,
     convert_to_dcp,
     load,
+    mirror,
     model_tensors,
     read_source,
     saver,
@@ -231,7 +231,7 @@ def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(lay
 
 def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path, blocked):
     """Saves return while a deletion is stuck; what is due is deleted before the saver is left."""
-    lines, deletions = list[str](), blocked(after_commit, "remove_checkpoint")
+    lines, deletions = list[str](), blocked(mirror, "remove_checkpoint")
     with deletions as (begun, go), saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
@@ -387,7 +387,7 @@ def test_no_dcp_folder_is_left_of_a_damaged_checkpoint(tmp_path, damage):
 
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):
     lines = []
-    refusing = mock.patch.object(after_commit, "remove_checkpoint", side_effect=PermissionError("not yours"))
+    refusing = mock.patch.object(mirror, "remove_checkpoint", side_effect=PermissionError("not yours"))
     with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2):
             saver.save(Progress(step, Layout()))

@@ -11,7 +11,7 @@ from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
 from trilith.checkpoints import Progress, load, load_source, read_source, save
-from trilith.checkpoints.after_commit import LatestOnly
+from trilith.checkpoints.mirror import LatestOnly
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw, shard_over_data

@@ -28,7 +28,7 @@ HELPERS = {
     "save": {
         "checkpoints/described.py": "what a module of a user's is called in files",
         "checkpoints/user_module_family.py": "as above",
-        "checkpoints/after_commit.py": "work for after the checkpoint has appeared",
+        "checkpoints/mirror.py": "work for after the checkpoint has appeared",
         "checkpoints/find.py": "the folder's name",
         "checkpoints/manifest_checks.py": "what a manifest may say",
         "checkpoints/stored_tensor.py": "one tensor's lines of the manifest",

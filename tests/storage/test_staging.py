@@ -21,8 +21,7 @@ from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.leftovers import clear_unfinished, make_folder, remove_checkpoint
-from trilith.storage.output_places import check_output
+from trilith.storage.output_places import check_output, clear_unfinished, make_folder, remove_checkpoint
 from trilith.storage.staging import Staging, staged
 
 

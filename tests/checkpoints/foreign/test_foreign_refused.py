@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.damage import flip_bit, truncate
 from support.draws import drawn
 from support.refusals import Refused, refusals
-from trilith.checkpoints import convert, read_foreign, read_source
+from trilith.checkpoints import convert, foreign_format, read_source
 from trilith.checkpoints.foreign.rules import Table
 from trilith.checkpoints.model_tensors import model_tensors, own_names
 from trilith.cli.app import run
@@ -122,7 +122,7 @@ def quantised(method):
 
 
 def read(folder):
-    return read_foreign(folder / "titan")
+    return foreign_format(folder / "titan").read(folder / "titan")
 
 
 def gguf(folder):
