@@ -13,7 +13,7 @@ from ..parallel_state import BadInput
 from ..parallel_state.engine import dump_on_timeout, group_ranks, recorded_collectives
 from ..storage.safe_open import read_small
 from ..storage.small_files import read_json
-from ..storage.torch_archive import Limits, read_records
+from ..storage.torch_archive import read_records
 
 #: Files in the folder ``status`` of a run: written by a rank that fails in a collective, and by NCCL.
 _OURS, _NCCL = "collectives-rank", "nccl-rank"
@@ -21,7 +21,7 @@ _NAME = re.compile(rf"(?:{_OURS}|{_NCCL})([0-9]+)(?:\.json)?")
 _MOST_BYTES = 64 << 20
 #: Calls of each group that a rank writes, and ranks that read each other's records when they fail.
 _NEWEST, _MOST_RANKS = 50, 64
-_PICKLED = Limits(nodes=5_000_000, waiting=200_000)
+_PICKLED = {"opcodes": 5_000_000, "waiting": 200_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _calls(path: Path) -> list[Call]:
         read = read_json(path, _MOST_BYTES)
         return [call for record in read["records"].values() for call in _calls_in(record, read["groups"])]
     # A pickle of plain data, which is read without running it.
-    record: Any = read_records(read_small(path, _MOST_BYTES), path, {}, limits=_PICKLED)
+    record: Any = read_records(read_small(path, _MOST_BYTES), path, {}, **_PICKLED)
     return _calls_in(record, {key: json.loads(group["ranks"]) for key, group in record["pg_config"].items()})
 
 

@@ -33,8 +33,7 @@ def companions_in(folder: Path) -> list[Path]:
     leads out of the folder and the Hugging Face cache it belongs to.
     """
     there = {path.name for path in folder.iterdir()}
-    names = [name for name in COMPANIONS if name in there]
-    companions = [contained(folder, name) for name in names]
+    companions = [contained(folder, name) for name in COMPANIONS if name in there]
     for path in companions:
         with open_regular(path) as (_, status):
             if status.st_size > _MOST_BYTES:

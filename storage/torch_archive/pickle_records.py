@@ -85,10 +85,9 @@ class OrderedDict(dict[Any, Any]):
         pass
 
 
-#: What a file may ask for, looked at after each 1,000 opcodes: lists, dicts, tuples, records and places in
-#: the memo, whatever the file's size (further ones only for every fifth byte, because torch's own files have
-#: at most 0.17 of them a byte); and objects that are not yet part of another one.
-_CONTAINERS, _WAITING = 50_000, 50_000
+#: Lists, dicts, tuples, records and places in the memo, whatever the file's size; further ones only for every
+#: fifth byte, because torch's own files have at most 0.17 of them a byte.
+_CONTAINERS = 50_000
 #: Tuples inside one another, and marks on the stack; bytes of a text, and of an integer.
 _DEEPEST, _LONGEST_TEXT, _LONGEST_INTEGER = 100, 1 << 20, 64
 _TODO = "It is no file of tensors as torch writes it, or damaged; nothing of it was run"
@@ -142,18 +141,20 @@ def read_records(
     *,
     persistent: Maker | None = None,
     opcodes: int = 1_000_000,
+    waiting: int = 50_000,
 ) -> object:
     """Return the object that a pickle describes, as plain data and records.
 
     ``allowed``: the names that may occur, each with what makes its record (``None``: a ``Record``). A mapping
     may answer for more names than it lists. ``persistent`` makes what stands for a persistent id (torch's
     storages). ``BadInput`` names ``where`` and what was found there: another name, an opcode that no writer
-    of tensors uses, a size beyond the limits, or damage. Shared and cyclic lists stay shared, so a caller
-    that walks the result must count its steps.
+    of tensors uses, more ``opcodes`` (each makes at most one object of some 100 bytes), more objects that are
+    not yet part of another one (``waiting``), more containers than torch makes of so many bytes, or damage.
+    Shared and cyclic lists stay shared, so a caller that walks the result must count its steps.
     """
     try:
         with no_garbage_search():
-            _check_opcodes(raw, where, opcodes)
+            _check_opcodes(raw, where, opcodes, waiting)
             return _Unpickler(raw, where, allowed, persistent).load()
     except BadInput:
         raise
@@ -162,7 +163,7 @@ def read_records(
         raise BadInput(where, "pickle", expected="a whole pickle", found=problem, todo=_TODO) from None
 
 
-def _check_opcodes(raw: bytes, where: object, most_opcodes: int) -> None:
+def _check_opcodes(raw: bytes, where: object, most_opcodes: int, most_waiting: int) -> None:
     """Refuse what costs more than a file of this size may.
 
     For each object on the stack and in the memo it counts the levels of objects inside one another. Whether
@@ -239,8 +240,8 @@ def _check_opcodes(raw: bytes, where: object, most_opcodes: int) -> None:
                 opcode = _BY_CODE[code].name if code in _BY_CODE else f"byte {code:#x}"
                 refuse(at, "an opcode that torch writes", opcode)
             at += size
-        if len(depths) > _WAITING or len(marks) > _DEEPEST:
-            refuse(at, f"at most {_WAITING:,} objects, {_DEEPEST} marks that wait", "more")
+        if len(depths) > most_waiting or len(marks) > _DEEPEST:
+            refuse(at, f"at most {most_waiting:,} objects, {_DEEPEST} marks that wait", "more")
         if containers + len(memo) > most:
             refuse(at, f"at most one list, dict, tuple or record for 5 of {len(raw):,} bytes", "more")
     refuse(at, f"at most {most_opcodes:,} opcodes", "more")

@@ -181,7 +181,7 @@ def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit():
 
 
 @pytest.mark.parametrize("piece", [b"]a", b"}a", b")\x85a", b"]\x94a"])
-def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece, size=200_000):
+def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece, size=500_000):
     raw = b"\x80\x04]" + piece * (size // len(piece)) + b"."
     tracemalloc.start()
     try:
