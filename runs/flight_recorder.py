@@ -21,7 +21,6 @@ _NAME = re.compile(rf"(?:{_OURS}|{_NCCL})([0-9]+)(?:\.json)?")
 _MOST_BYTES = 64 << 20
 #: Calls of each group that a rank writes, and ranks that read each other's records when they fail.
 _NEWEST, _MOST_RANKS = 50, 64
-_PICKLED = {"opcodes": 5_000_000, "waiting": 200_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,8 @@ def _calls(path: Path) -> list[Call]:
     if path.suffix == ".json":
         read = read_json(path, _MOST_BYTES)
         return [call for record in read["records"].values() for call in _calls_in(record, read["groups"])]
-    # A pickle of plain data, which is read without running it.
-    record: Any = read_records(read_small(path, _MOST_BYTES), path, {}, **_PICKLED)
+    raw = read_small(path, _MOST_BYTES)  # a pickle of plain data, which is read without running it
+    record: Any = read_records(raw, path, {}, opcodes=5_000_000, waiting=200_000)
     return _calls_in(record, {key: json.loads(group["ranks"]) for key, group in record["pg_config"].items()})
 
 
