@@ -1,6 +1,7 @@
 """Print text on a terminal as it is, and the lines of a run."""
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -52,7 +53,8 @@ class Terminal:
         last = metrics.step + 1 == self._stop
         if (metrics.step + 1) % self.interval and not last and done and not metrics.skipped:
             return
-        left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
+        left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else 0
+        time_left = timedelta(seconds=int(left)) if done else "-:--:--"
         parts = [
             f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}",
             f"loss {metrics.loss:.4f}",
@@ -68,7 +70,7 @@ class Terminal:
             parts.append(f"skipped: {metrics.skipped}, {metrics.skips} so far")
         if metrics.slow_rank is not None:
             parts.append(f"slow: rank {metrics.slow_rank} on {metrics.slow_host}, {metrics.slow_times:.1f} x")
-        self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
+        self._console.print("  ".join([*parts, f"{time_left} left"]))
 
     def evaluation(self, metrics: "StepMetrics") -> None:
         """Print a line after a step that an evaluation followed."""
@@ -78,11 +80,3 @@ class Terminal:
             f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}  "
             f"evaluation loss {metrics.evaluation_loss:.4f}{shown}"
         )
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "--:--"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

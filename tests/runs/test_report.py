@@ -277,9 +277,9 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
     assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, *range(10, 101, 10)]
     assert lines[1] == (
         "step  10/100  loss 2.5000  grad norm 0.750  lr 3.00e-04  12,346 tokens/s  MFU 41.2% (full 45.7%)  "
-        "1.50 GiB  03:00 left"
+        "1.50 GiB  0:03:00 left"
     )
-    assert lines[0].endswith("--:-- left") and lines[-1].endswith("00:00 left")
+    assert lines[0].endswith("-:--:-- left") and lines[-1].endswith(" 0:00:00 left")
 
 
 def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys):
