@@ -153,6 +153,7 @@ class Source:
 def read_source(
     path: str | Path,
     *,
+    allow_symlinks: bool = False,
     module: Described | None = None,
     config: str | Path | None = None,
     names: str | None = None,
@@ -200,7 +201,7 @@ def read_source(
         case FolderKind.TOKENS:
             todo = ""
         case _:
-            return _hugging_face(path, module, mtp, whole and compare, implementation)
+            return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
     raise BadInput(path, expected=_EXPECTED, found=kind.value, todo=todo)
 
 
@@ -226,9 +227,14 @@ def _sharded(checkpoint: Found, implementation: Implementation) -> Source:
 
 
 def _hugging_face(
-    path: Path, module: Described | None, mtp: bool, compare: bool, implementation: Implementation
+    path: Path,
+    links: bool,
+    module: Described | None,
+    mtp: bool,
+    compare: bool,
+    implementation: Implementation,
 ) -> Source:
-    folder = HFFolder(path)
+    folder = HFFolder(path, allow_symlinks=links)
     folder.config = implemented_by(folder.config, implementation) | ({"mtp": True} if mtp else {})
     if (described := module) is None:
         family = family_of(folder.config, str(path / CONFIG))

@@ -41,6 +41,9 @@ def convert(
     implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
     dtype: Annotated[str | None, "data type to cast weights to: bfloat16, float16, float32, float64"] = None,
     allow_nonfinite: Annotated[bool, "accept weights that are NaN or infinite"] = False,
+    allow_symlinks: Annotated[
+        bool, "follow symbolic links out of a Hugging Face folder (those into its cache are always followed)"
+    ] = False,
     workers: Annotated[Count, WORKERS] = 2,
     verify: Annotated[bool, "read the output again and compare every number with the source"] = False,
     dry_run: Annotated[bool, "print the plan and write nothing"] = False,

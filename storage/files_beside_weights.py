@@ -26,14 +26,15 @@ COMPANIONS = tuple(sorted({*DECIDE_IDS, *CHAT_TEMPLATES, GENERATION_CONFIG, TOKE
 _MOST_BYTES = 512 << 20
 
 
-def companions_in(folder: Path) -> list[Path]:
+def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
     """Find the companions in a folder, by name.
 
     ``BadInput`` for one that is no regular file, may not be read, is larger than 512 MiB, or is a link that
-    leads out of the folder and the Hugging Face cache it belongs to.
+    leads out of the folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
     """
     there = {path.name for path in folder.iterdir()}
-    companions = [contained(folder, name) for name in COMPANIONS if name in there]
+    names = [name for name in COMPANIONS if name in there]
+    companions = [contained(folder, name, allow_symlinks=allow_symlinks) for name in names]
     for path in companions:
         with open_regular(path) as (_, status):
             if status.st_size > _MOST_BYTES:

@@ -88,18 +88,22 @@ def check_plain_name(name: object, where: object, key: object, *, kind: type[Bad
     return name
 
 
-def contained(root: Path, name: str, *, kind: type[BadInput] = BadInput) -> Path:
+def contained(
+    root: Path, name: str, *, allow_symlinks: bool | None = None, kind: type[BadInput] = BadInput
+) -> Path:
     """Return the path of ``name`` in ``root``; refuse it if a link leads out of it.
 
     The Hugging Face cache keeps ``snapshots/<revision>/<name>`` as links into ``blobs/`` two levels up. Those
-    links are followed, and no others to the outside.
+    links are followed, and no others to the outside. ``allow_symlinks`` follows any; with ``None`` the user
+    has no such choice.
     """
     path = root / name
-    if not path.is_symlink():
+    if allow_symlinks or not path.is_symlink():
         return path
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     if not any(real.is_relative_to(directory) for directory in allowed):
-        todo = "Copy the file here, such as all of a folder's with cp -rL"
+        choice = ", or, if you trust the link, use `trilith convert --allow-symlinks`"
+        todo = f"Copy the file here{'' if allow_symlinks is None else choice}"
         raise kind(path, expected="a file inside the directory", found=f"a link to {real}", todo=todo)
     return path

@@ -52,6 +52,7 @@ def convert(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_nonfinite: bool = False,
+    allow_symlinks: bool = False,
     config: str | Path | None = None,
     names: str | None = None,
     implementation: Implementation = "auto",
@@ -66,8 +67,8 @@ def convert(
     the same call continues. ``config``, ``names`` and ``implementation``: see ``read_source``.
     """
     plan = plan_conversion(
-        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, config=config,
-        names=names, implementation=implementation,
+        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks,
+        config=config, names=names, implementation=implementation,
     )  # fmt: skip
     carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     return plan

@@ -158,12 +158,15 @@ def plan_conversion(
     pipeline: int = 1,
     split: Sequence[int] | None = None,
     dtype: str | None = None,
+    allow_symlinks: bool = False,
     config: str | Path | None = None,
     names: str | None = None,
     implementation: Implementation = "auto",
 ) -> Plan:
     """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
-    source = read_source(src, config=config, names=names, implementation=implementation)
+    source = read_source(
+        src, allow_symlinks=allow_symlinks, config=config, names=names, implementation=implementation
+    )
     name = None if dtype is None else name_of(dtype_named(dtype, "convert", "--dtype"))
     whole: Form = "hf" if source.adapter is None else "peft"
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)

@@ -43,12 +43,12 @@ class HFFolder:
 
     ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
     ``catalog``: its tensors. ``companions``: the paths of the files to copy along. Links may lead only into
-    the folder or the Hugging Face cache that it belongs to.
+    the folder or the Hugging Face cache that it belongs to, unless ``allow_symlinks``.
     """
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
         self.path = Path(path)
-        self._at = partial(contained, self.path)
+        self._at = partial(contained, self.path, allow_symlinks=allow_symlinks)
         if not self.path.is_dir():
             actual = "a file" if self.path.exists() else "nothing there"
             raise BadInput(self.path, expected="the folder of a Hugging Face model", found=actual)
@@ -65,7 +65,7 @@ class HFFolder:
             tensors = plain
             self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         self.catalog = Catalog({name: in_one_file(file, name) for name, file in tensors.items()})
-        self.companions = companions_in(self.path)
+        self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
     def _weights(self, names: set[str]) -> dict[str, TensorFile]:
         if SINGLE in names and INDEX in names:

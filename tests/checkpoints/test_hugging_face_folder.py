@@ -119,7 +119,7 @@ test_bad_folders_are_refused = refusals(
     refused("B4-value-not-string", mapped(c=7), "weight_map 'c'.*an? int"),
     refused("B5-parent", escaping("../out.safetensors"), NOT_PLAIN),
     refused("B6-absolute", escaping("{root}/out.safetensors"), NOT_PLAIN),
-    refused("B7-link-out", linked_out, r"link to .*\. Copy the file here"),
+    refused("B7-link-out", linked_out, "link to .*convert --allow-symlinks"),
     refused("B7-linked-config", linked_config, r"config\.json.*link to"),
     refused("B8-NUL", mapped(c="x\0.safetensors"), NOT_PLAIN),
     refused("B8-newline", mapped(c="x\n.safetensors"), NOT_PLAIN),
@@ -149,9 +149,12 @@ test_bad_folders_are_refused = refusals(
 )
 
 
-def test_B7_links_inside(sharded):
+def test_B7_links_that_are_trusted_and_links_inside(sharded):
+    linked_out(sharded)
+    assert "c" in HFFolder(sharded, allow_symlinks=True).catalog
+    (sharded / TWO).unlink()
     (sharded / "inner").mkdir()
-    (sharded / TWO).rename(sharded / "inner" / "blob")
+    (sharded.parent / "out.safetensors").rename(sharded / "inner" / "blob")
     (sharded / TWO).symlink_to("inner/blob")
     assert "c" in HFFolder(sharded).catalog
 
