@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import NOPE, RANK, ROPE, VALUE, latent
+from support.layers import RANK, ROPE, latent
 from torch.nn import functional as F
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from trilith import layers
@@ -20,7 +20,7 @@ from trilith.layers import (
     alibi_slopes,
     causal_attention,
 )
-from trilith.parallel_state import Layout, ParallelState, declarations
+from trilith.parallel_state import Layout, ParallelState
 
 
 @pytest.mark.parametrize("kv", [6, 3, 2, 1])
@@ -156,21 +156,6 @@ def test_every_query_head_meets_its_own_key_head(data):
         runs = here // len(lined_up)
         met = [int(lined_up[j // runs]) for j in range(here)]
         assert met == [q // (queries // kv) for q in range(rank * here, (rank + 1) * here)]
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their_own(sequence):
-    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
-    partial = ("tensor",) if sequence else ()
-    layer = latent(state, 7, adapters=True).layer
-    for name, stated in declarations(layer).items():
-        if name.startswith(("q_down", "kv_down", "q_norm", "kv_norm")):
-            assert (stated.cut, stated.partial) == (None, partial), name
-        elif name in ("q_up.weight", "kv_up.weight"):
-            assert stated.cut is not None and (stated.cut.dim, stated.cut.unit) in (
-                (0, NOPE + ROPE),
-                (0, NOPE + VALUE),
-            )
 
 
 @torch.no_grad()

@@ -59,12 +59,6 @@ def test_default_positions_are_those_of_the_whole_sequence():
     assert default_positions(torch.zeros(1, 8, 6), ParallelState.alone(), embedded=True).numel() == 8
 
 
-def test_the_repr_shows_whole_padded_and_local_sizes():
-    state = ParallelState.stand_in(Layout.of(tensor=2))
-    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelEmbedding(130, 6, state=state))
-    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelHead(6, 130, state=state))
-
-
 def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait():
     """If the host read a number of a fake tensor, that would be an error."""
     with FakeTensorMode(), Operators() as operators:

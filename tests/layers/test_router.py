@@ -63,15 +63,6 @@ def test_softmax_groups_count_as_their_best_expert():
     )
 
 
-def test_a_biased_choice_leaves_the_weights_alone():
-    ours, x = made(bias_corrected=True, normalize=False), inputs()
-    assert ours.bias is not None
-    ours.bias[:] = torch.linspace(-10, 10, E)
-    weights, found = ours(x)
-    assert torch.equal(found, torch.tensor([11, 10, 9]).expand_as(found))
-    assert torch.equal(weights, torch.nn.functional.linear(x, ours.weight).softmax(-1).gather(-1, found))
-
-
 def test_the_balance_loss_of_one_row_is_transformers():
     ours, x = made(balance=0.7), inputs(rows=1)
     x_theirs, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()

@@ -308,6 +308,7 @@ ATTENTION = (
         (*TWO, *CONTEXT),
         tolerance=1e-12,
     ),
+    Row("adapters around one key head", lambda s: _adapted(_attention(s, 4, 1)), TWO, tolerance=1e-12),
     Row("attention with sinks", lambda s: _attention(s, 4, 2, sinks=True), CONTEXT, tolerance=1e-12),
     Row(
         "attention to one key head with biases by distance in documents, and norms of each head's own",
@@ -329,6 +330,13 @@ ATTENTION = (
     ),
 )
 
+
+def _adapted(mixer: Mixer) -> Mixer:
+    for _, linear in linears(mixer.layer):
+        attach_lora(linear, r=2, alpha=4)
+    return mixer
+
+
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
 
 
@@ -337,9 +345,8 @@ def latent(s: State, q_lora_rank: int | None, *, adapters: bool = False) -> Mixe
     sizes: dict[str, Any] = {"q_lora_rank": q_lora_rank, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE}
     sizes |= {"qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
     layer = MultiHeadLatentAttention(12, heads=HEADS, **sizes, bias=True, state=s)
-    for _, linear in linears(layer) if adapters else ():
-        attach_lora(linear, r=2, alpha=4)
-    return Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))
+    mixer = Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))
+    return _adapted(mixer) if adapters else mixer
 
 
 LATENT = tuple(
