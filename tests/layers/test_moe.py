@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.compare_layers import made_alike
-from support.layers import mixture
+from support.layers import made_alike, mixture
 from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import ClampedExperts, Experts, GatedShared, MoE, TopKRouter, grouped_mm
