@@ -102,17 +102,6 @@ def seen_by_hand(positions):
     )
 
 
-def test_a_token_sees_its_own_document_up_to_itself():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
-    mask = AttentionScope(positions).mask
-    assert mask is not None and torch.equal(mask.squeeze(1), seen_by_hand(positions))
-    q, k, v = torch.randn(2, 6, 7, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
-    packed = causal_attention(q, k, v, AttentionScope(positions))
-    for row, start, stop in ((0, 0, 3), (0, 3, 5), (0, 5, 6), (0, 6, 7), (1, 0, 7)):
-        piece = (slice(row, row + 1), slice(None), slice(start, stop))
-        torch.testing.assert_close(packed[piece], causal_attention(q[piece], k[piece], v[piece]))
-
-
 def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(monkeypatch):
     """No GPU kernel takes both a mask and groups: the fallback would write out all scores."""
     seen, kernel = [], F.scaled_dot_product_attention
