@@ -5,10 +5,8 @@ import torch
 import torch.distributed as dist
 from trilith.layers import (
     copy_to_tensor,
-    enter_tensor,
     gather_from_tensor,
     gather_sequence,
-    leave_tensor,
     reduce_from_tensor,
     scatter_sequence,
     split_to_tensor,
@@ -79,10 +77,3 @@ def test_backward_is_the_transpose_of_forward(name, dim, shape, tensor):
     for forward, backward, found in run_parallel(products, tensor, name, dim):
         assert found == shape(tensor)
         assert forward == pytest.approx(backward, rel=1e-12)
-
-
-@pytest.mark.parametrize("pair", [*(pair for pair, _, _ in PAIRS.values()), enter_tensor, leave_tensor])
-def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair):
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    for state in (ParallelState.alone(), ParallelState.stand_in(Layout.of(data=2, sequence=True))):
-        assert pair(x, state) is x

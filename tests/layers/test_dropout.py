@@ -44,9 +44,3 @@ def test_masks_agree_exactly_where_activations_are_the_same(sequence):
             assert torch.equal(first[name], other[name]) == (not sequence)
         for name in ("heads", "heads again"):
             assert not torch.equal(first[name], other[name])
-
-
-def test_one_device_draws_from_the_common_stream():
-    before = torch.get_rng_state()
-    with own_random(ParallelState.alone(), split=True):
-        assert torch.equal(torch.get_rng_state(), before)

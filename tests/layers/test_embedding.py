@@ -44,14 +44,6 @@ def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab, tensor, pad
         assert (stated.held_shape(state.layout), stated.shape) == ((padded, 6), (vocab, 6))
 
 
-@pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
-def test_padding_starts_at_zero_E4(layer):
-    sizes = (130, 6) if layer is VocabParallelEmbedding else (6, 130)
-    weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
-    assert weight.shape == (256, 6) and layer(*sizes).weight.shape == (130, 6), "one device has none"
-    assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
-
-
 def test_default_positions_are_those_of_the_whole_sequence():
     sequence = ParallelState.stand_in(Layout.of(tensor=2, sequence=True), 1)
     assert default_positions(torch.zeros(1, 8), sequence, embedded=False).tolist() == list(range(8))

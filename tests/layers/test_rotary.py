@@ -49,14 +49,3 @@ def test_fp64_stays_fp64():
     rope = RotaryEmbedding(16, 1e4)(torch.arange(100_000), torch.float64)
     angle = 99_999 * inverse_frequencies(16, 1e4).double()
     assert torch.equal(rope.cos[-1, :8], angle.cos()) and torch.equal(rope.sin[-1, 8:], angle.sin())
-
-
-def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device():
-    with torch.device("meta"):
-        rotary = RotaryEmbedding(16, 1e4, LLAMA3)
-    assert not rotary.state_dict()
-    assert torch.equal(
-        rotary(torch.arange(8), torch.float32).cos,
-        RotaryEmbedding(16, 1e4, LLAMA3)(torch.arange(8), torch.float32).cos,
-    )
-    assert "16, theta=10000.0" in repr(rotary)

@@ -229,19 +229,13 @@ def assert_one_device_s_training(drawn):
         assert rank.sent == planned.sends
 
 
-# Cases are drawn in the tests, not where these are collected: a draw plans many recipes. Eight ranks are slow
-# here; ``test_more_choices`` has some in every run.
-@pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(4, 0), (4, 2), *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in ((4, 1), (8, 0)))],
-)
-def test_a_legal_layout_equals_one_device(ranks, number):
-    assert_one_device_s_training(draw(ranks, 0, number))
+#: Cases of every run, and slow ones. Eight ranks are slow here; ``test_more_choices`` has some in every run.
+OFTEN, SELDOM = [(4, 0, 0), (4, 0, 2)], [(4, 0, 1), (8, 0, 0)]
+SELDOM += [(ranks, SEED, number) for ranks, count in COUNTS_DRAWN.items() for number in range(count)]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in SELDOM]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "number"), [(ranks, number) for ranks, count in COUNTS_DRAWN.items() for number in range(count)]
-)
-def test_many_legal_layouts_equal_one_device(ranks, number):
-    assert_one_device_s_training(draw(ranks, SEED, number))
+# Cases are drawn in the test, not where these are collected: a draw plans many recipes.
+@pytest.mark.parametrize("case", [*OFTEN, *SLOW], ids=str)
+def test_a_legal_layout_equals_one_device(case):
+    assert_one_device_s_training(draw(*case))

@@ -37,12 +37,6 @@ def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
     assert engine.all_reduce(torch.ones(2, device="meta"), state.tensor.group).shape == (2,)
 
 
-def test_one_device_needs_nothing():
-    state = ParallelState.alone()
-    assert state.layout == Layout() and state.tensor_mesh is None and not state.sequence
-    assert state is ParallelState.alone()
-
-
 def test_sequence_parallelism_on_one_tensor_rank_is_off_E8():
     assert not ParallelState.stand_in(Layout.of(data=2, sequence=True)).sequence
     assert ParallelState.stand_in(Layout.of(tensor=2, sequence=True)).sequence
