@@ -90,11 +90,6 @@ def test_a_chat_model_learns_and_is_exported_as_shown(place, monkeypatch, capfd)
     assert Path("adapter/adapter_model.safetensors").exists()
 
 
-def test_a_run_of_all_weights_is_the_recipe_without_its_lora_section(place):
-    raw = recipe_of(CHAT)
-    assert parse_recipe(raw).lora is not None and parse_recipe(raw | {"lora": None}).lora is None
-
-
 def test_the_recipe_of_two_nodes_is_one_and_its_command_that_of_the_page_of_hosts(place):
     assert parse_recipe(recipe_of(LOST)).layout.world == 2
     (command,) = re.findall(r"^torchrun --nnodes .*$", LOST.text, re.MULTILINE)
