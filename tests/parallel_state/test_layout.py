@@ -37,12 +37,6 @@ def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
     layout.check_world(32)
 
 
-def test_a_rank_of_16384_is_found_without_listing_them():
-    layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
-    assert layout.world == 16_384
-    assert layout.rank(layout.coordinates(16_383)) == 16_383
-
-
 @pytest.mark.parametrize(
     ("asked", "shard", "replicate"),
     [

@@ -443,9 +443,7 @@ class Layouts:
 
     def __init__(self, *table: Row | Iterable[Row], at_once: int = 16) -> None:
         self.rows, self.at_once = rows_of(table), at_once
-        names = [row.why for row in self.rows]
-        if len({*names}) < len(names):
-            raise ValueError(f"two rows are called {sorted({one for one in names if names.count(one) > 1})}")
+        assert len({row.why for row in self.rows}) == len(self.rows), "two rows have the same name"
         self._records: dict[str, Record | Exception] = {}
         self._failed: dict[str, _Call] = {}
         self._peaks: dict[str, dict[int, int]] = {}
