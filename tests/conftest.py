@@ -100,7 +100,7 @@ def no_processes_if_quick(request):
 def pytest_collection_modifyitems(config, items):
     """Put the files that take longest first, so that no lane ends long after the others."""
     if config.getoption("quick"):
-        long = run_times.long_functions(getattr(config, "cache", None))
+        long = run_times.known()
         left_out = [item for item in items if run_times.function_of(item.nodeid) in long]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if run_times.function_of(item.nodeid) not in long]
@@ -133,10 +133,8 @@ def pytest_sessionfinish(session):
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
         Path(file).write_text(json.dumps(FOUND))
-    if not hasattr(session.config, "workeroutput"):
-        run_times.remember(TOOK, getattr(session.config, "cache", None))  # or -p no:cacheprovider
-        if session.config.getoption("seconds"):
-            run_times.SECONDS.write_text(run_times.table(TOOK))
+    if session.config.getoption("seconds") and not hasattr(session.config, "workeroutput"):
+        run_times.SECONDS.write_text(run_times.table(TOOK))
     if not lanes.starts_lanes(session.config):
         from trilith.ranks import pool, processes
 

@@ -185,31 +185,10 @@ def caught_by(tree, mutant):
     return failed[0].removeprefix("FAILED ") if result.returncode == 1 and failed else None
 
 
-#: The most rows that a mutant may choose with ``-k``: more say no longer which test is to see it.
-MOST_ROWS = 20
-
-
 def vague(mutant):
     """Return whether a mutant names neither one test function nor rows to choose with ``-k``."""
     words = mutant.tests.split()
     return not any(word.startswith("-k") for word in words) and (len(words) != 1 or "::" not in words[0])
-
-
-def rows_of(tree, tests):
-    """Return how many rows of tests pytest would run."""
-    return sum("::" in line for line in run_tests(tree, tests, "--collect-only").stdout.splitlines())
-
-
-def not_pinned(tree, mutants):
-    """List the mutants that are pinned to no single test, nor to a few rows."""
-    rows = {
-        tests: rows_of(tree, tests) for tests in sorted({one.tests for one in mutants if "-k" in one.tests})
-    }
-    return [
-        f"{mutant.name}: {mutant.tests}: {rows.get(mutant.tests, 'a whole file')}"
-        for mutant in mutants
-        if vague(mutant) or rows.get(mutant.tests, 1) not in range(1, MOST_ROWS + 1)
-    ]
 
 
 def failed_without(tree, mutants):
@@ -244,18 +223,15 @@ def main():
                 trees.put(tree)
 
         clean = lanes.submit(on_a_tree, lambda tree: failed_without(tree, chosen))
-        loose = lanes.submit(on_a_tree, lambda tree: not_pinned(tree, chosen))
         caught = 0
         results = lanes.map(lambda mutant: on_a_tree(lambda tree: caught_by(tree, mutant)), chosen)
         for mutant, test in zip(chosen, results, strict=True):
             caught += test is not None
             print(f"{'caught' if test else 'MISSED'}  {mutant.name}\n        {test or ''}", flush=True)
         print(f"{caught}/{len(chosen)} caught")
-        for line in loose.result():
-            print(f"expected one test, or 1 to {MOST_ROWS} rows: {line}")
         if failed := clean.result():
             print(failed[-3000:], "these tests fail without any mutant", sep="\n")
-    return int(caught < len(chosen) or bool(failed) or bool(loose.result()))
+    return int(caught < len(chosen) or bool(failed))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.families import transformers_model
 from support.pages import ROOT, Page
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
@@ -25,13 +26,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Make a folder with a small `Llama-3.2-1B`, its tokenizer, and a `corpus.txt`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     monkeypatch.chdir(tmp_path)
     train_tokenizer([PAGE.text], tmp_path / "Llama-3.2-1B", vocab_size=400)
-    config = LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "Llama-3.2-1B")
+    raw = TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}
+    transformers_model(raw).save_pretrained(tmp_path / "Llama-3.2-1B")
     (tmp_path / "corpus.txt").write_text(PAGE.text * 40, encoding="utf-8")
     return tmp_path
 

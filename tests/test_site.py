@@ -12,7 +12,6 @@ import pytest
 import python_reference
 import refused_page
 import yaml
-from support import site
 from support.pages import ROOT, Page, broken_links, pages
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -73,20 +72,6 @@ def test_nothing_is_fetched_from_elsewhere():
     (worker,) = CONFIG["extra"]["polyfills"]  # the plugin's own would be fetched
     assert (ROOT / "docs" / worker).is_file() and "iframe-worker" in worker
     assert "mermaid" not in "".join(page.text for page in pages())  # its script would be fetched
-
-
-def test_links_lead_to_the_same_file_on_the_site():
-    text = "[a](docs/install.md) [b](recipes) [c](https://x.org) [d](CHANGELOG.md#unreleased)"
-    expected = "[a](install.md) [b](repository/recipes.md) [c](https://x.org) "
-    expected += "[d](repository/CHANGELOG.md#unreleased)"
-    assert site.with_site_links("README.md", text) == expected
-    assert site.with_site_links("docs/python/index.md", "[a](../../README.md)") == "[a](../index.md)"
-    assert "```\n[a](b.md)\n```" in site.with_site_links("docs/x.md", "```\n[a](b.md)\n```")
-    for name in site.names_in("recipes"):  # a folder's page links to its files
-        assert name.endswith(".toml") and f"- [{name}](recipes/{name})\n" in site.shown("recipes")
-        assert f"recipes/{name}" in site.repository_pages()
-    for path in site.repository_pages():
-        assert site.shown(path).startswith("#") or path.endswith(".md"), path
 
 
 @pytest.mark.parametrize("path", ["CHANGELOG.md", "SECURITY.md", "AGENTS.md"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.families import transformers_model
 from support.pages import ROOT, Page
 from support.strangers import imported
 from trilith.cli.app import run
@@ -23,28 +24,18 @@ from trilith.testing import run_parallel
 
 GPU, CHAT, LOST = (Page.read(f"docs/{name}.md") for name in ("first_gpu_run", "chat_model", "lost_node"))
 NANOGPT = Page.read("docs/nanogpt.md")
-SMALLER = [
-    "steps=2",
-    "data.sequence_length=96",
-    "data.global_batch=2",
-    "data.micro_batch=2",
-    "compute=float32",
-]
+SMALLER = ["steps=2", "data.sequence_length=96", "data.global_batch=2", "data.micro_batch=2"]
+SMALLER += ["compute=float32"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return a folder with a small model under both names, with a tokenizer, and a text."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("models")
     template = "".join(Page.read("docs/data.md").blocks("jinja"))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
-    )
     train_tokenizer([GPU.text, CHAT.text], folder / "SmolLM2-135M", vocab_size=400)
-    model.save_pretrained(folder / "SmolLM2-135M")
+    raw = TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}
+    transformers_model(raw).save_pretrained(folder / "SmolLM2-135M")
     (folder / "SmolLM2-135M" / "chat_template.jinja").write_text(template, encoding="utf-8")
     shutil.copytree(folder / "SmolLM2-135M", folder / "SmolLM2-135M-Instruct")
     (folder / "my-text.txt").write_text(GPU.text * 8, encoding="utf-8")
@@ -97,11 +88,6 @@ def test_a_chat_model_learns_and_is_exported_as_shown(place, monkeypatch, capfd)
     assert len(read_metrics(Path("chat-run") / "metrics.jsonl")) == 2
     CHAT.run_python()
     assert Path("adapter/adapter_model.safetensors").exists()
-
-
-def test_a_run_of_all_weights_is_the_recipe_without_its_lora_section(place):
-    raw = recipe_of(CHAT)
-    assert parse_recipe(raw).lora is not None and parse_recipe(raw | {"lora": None}).lora is None
 
 
 def test_the_recipe_of_two_nodes_is_one_and_its_command_that_of_the_page_of_hosts(place):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import NOPE, RANK, ROPE, VALUE, latent
+from support.layers import RANK, ROPE, latent
 from torch.nn import functional as F
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from trilith import layers
@@ -20,7 +20,7 @@ from trilith.layers import (
     alibi_slopes,
     causal_attention,
 )
-from trilith.parallel_state import Layout, ParallelState, declarations
+from trilith.parallel_state import Layout, ParallelState
 
 
 @pytest.mark.parametrize("kv", [6, 3, 2, 1])
@@ -102,17 +102,6 @@ def seen_by_hand(positions):
     )
 
 
-def test_a_token_sees_its_own_document_up_to_itself():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
-    mask = AttentionScope(positions).mask
-    assert mask is not None and torch.equal(mask.squeeze(1), seen_by_hand(positions))
-    q, k, v = torch.randn(2, 6, 7, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
-    packed = causal_attention(q, k, v, AttentionScope(positions))
-    for row, start, stop in ((0, 0, 3), (0, 3, 5), (0, 5, 6), (0, 6, 7), (1, 0, 7)):
-        piece = (slice(row, row + 1), slice(None), slice(start, stop))
-        torch.testing.assert_close(packed[piece], causal_attention(q[piece], k[piece], v[piece]))
-
-
 def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(monkeypatch):
     """No GPU kernel takes both a mask and groups: the fallback would write out all scores."""
     seen, kernel = [], F.scaled_dot_product_attention
@@ -156,21 +145,6 @@ def test_every_query_head_meets_its_own_key_head(data):
         runs = here // len(lined_up)
         met = [int(lined_up[j // runs]) for j in range(here)]
         assert met == [q // (queries // kv) for q in range(rank * here, (rank + 1) * here)]
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their_own(sequence):
-    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
-    partial = ("tensor",) if sequence else ()
-    layer = latent(state, 7, adapters=True).layer
-    for name, stated in declarations(layer).items():
-        if name.startswith(("q_down", "kv_down", "q_norm", "kv_norm")):
-            assert (stated.cut, stated.partial) == (None, partial), name
-        elif name in ("q_up.weight", "kv_up.weight"):
-            assert stated.cut is not None and (stated.cut.dim, stated.cut.unit) in (
-                (0, NOPE + ROPE),
-                (0, NOPE + VALUE),
-            )
 
 
 @torch.no_grad()

@@ -305,9 +305,3 @@ def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(
             flex.flex_attention(q, k, v, mask, Scores(alibi=Alibi(alibi_slopes(2), 0.5)))
     flex._compiled.cache_clear()
     assert len(lengths) == 4
-
-
-def test_slopes_are_on_the_device_once():
-    alibi = Alibi(alibi_slopes(3), 0.3)
-    assert alibi.steepness(torch.device("cpu")) is alibi.steepness(torch.device("cpu"))
-    assert torch.equal(alibi.steepness(torch.device("cpu")), torch.tensor(alibi.slopes) * 0.3)

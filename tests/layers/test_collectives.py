@@ -5,10 +5,8 @@ import torch
 import torch.distributed as dist
 from trilith.layers import (
     copy_to_tensor,
-    enter_tensor,
     gather_from_tensor,
     gather_sequence,
-    leave_tensor,
     reduce_from_tensor,
     scatter_sequence,
     split_to_tensor,
@@ -79,32 +77,3 @@ def test_backward_is_the_transpose_of_forward(name, dim, shape, tensor):
     for forward, backward, found in run_parallel(products, tensor, name, dim):
         assert found == shape(tensor)
         assert forward == pytest.approx(backward, rel=1e-12)
-
-
-def values(dim):
-    state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
-    whole, own = torch.arange(16.0).reshape(4, 4), torch.full((4, 4), 1.0 + dist.get_rank())
-    return {
-        "reduced": reduce_from_tensor(own, state),
-        "piece": split_to_tensor(whole, state, dim=dim),
-        "gathered": gather_from_tensor(split_to_tensor(whole, state, dim=dim), state, dim=dim),
-        "sequence": gather_sequence(split_to_tensor(whole, state, dim=0)[None], state)[0],
-        "scattered": scatter_sequence((whole * own)[None], state)[0],
-    }
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_pieces_lie_in_rank_order(dim):
-    whole = torch.arange(16.0).reshape(4, 4)
-    for rank, found in enumerate(run_parallel(values, 4, dim)):
-        assert torch.equal(found["reduced"], torch.full((4, 4), 10.0))
-        assert torch.equal(found["piece"], whole.chunk(4, dim)[rank])
-        assert torch.equal(found["gathered"], whole) and torch.equal(found["sequence"], whole)
-        assert torch.equal(found["scattered"], 10 * whole.chunk(4, 0)[rank])
-
-
-@pytest.mark.parametrize("pair", [*(pair for pair, _, _ in PAIRS.values()), enter_tensor, leave_tensor])
-def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair):
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    for state in (ParallelState.alone(), ParallelState.stand_in(Layout.of(data=2, sequence=True))):
-        assert pair(x, state) is x

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
+from trilith.layers import AttentionScope, cut_sequence, default_positions, token_places
 from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
@@ -90,11 +90,6 @@ def test_a_window_leaves_out_the_blocks_before_it():
     assert (rows, key_rows, options.causal) == (slice(0, 8), slice(0, 8), False)
     assert options.mask is not None, "chunk 3 begins to see in the middle of chunk 2"
     assert len(found[3]) == 3
-
-
-def test_a_cache_holds_whole_sequences():
-    with pytest.raises(AssertionError, match="cache"):
-        AttentionScope(torch.zeros(1, 4).long(), KeyValueCache(1, 8), state=ranks(2)[0])
 
 
 class Attend(torch.autograd.Function):

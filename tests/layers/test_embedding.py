@@ -44,25 +44,11 @@ def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab, tensor, pad
         assert (stated.held_shape(state.layout), stated.shape) == ((padded, 6), (vocab, 6))
 
 
-@pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
-def test_padding_starts_at_zero_E4(layer):
-    sizes = (130, 6) if layer is VocabParallelEmbedding else (6, 130)
-    weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
-    assert weight.shape == (256, 6) and layer(*sizes).weight.shape == (130, 6), "one device has none"
-    assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
-
-
 def test_default_positions_are_those_of_the_whole_sequence():
     sequence = ParallelState.stand_in(Layout.of(tensor=2, sequence=True), 1)
     assert default_positions(torch.zeros(1, 8), sequence, embedded=False).tolist() == list(range(8))
     assert default_positions(torch.zeros(1, 4, 6), sequence, embedded=True).tolist() == list(range(8))
     assert default_positions(torch.zeros(1, 8, 6), ParallelState.alone(), embedded=True).numel() == 8
-
-
-def test_the_repr_shows_whole_padded_and_local_sizes():
-    state = ParallelState.stand_in(Layout.of(tensor=2))
-    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelEmbedding(130, 6, state=state))
-    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelHead(6, 130, state=state))
 
 
 def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait():

@@ -67,33 +67,6 @@ def test_a_product_is_that_of_the_rounded_factors(kind, scaling):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling):
-    x, w, g = case()
-    plain = ColumnParallelLinear(32, 48, bias=False).double()
-    with torch.no_grad():
-        plain.weight.copy_(w)
-    wanted = run(plain, x, g)
-    plain.weight.grad = None
-    found = run(in_float8(plain, scaling), x, g)
-    e4m3, e5m2 = 2.0**-4, 2.0**-3  # half the distance to the next number, of the number
-    backward = (1 + e4m3) * (1 + (e5m2 if scaling == "tensorwise" else e4m3)) - 1
-    largest = (x.abs() @ w.abs().T, g.abs() @ w.abs(), g.abs().T @ x.abs())
-    for a, b, sizes, bound in zip(
-        wanted, found, largest, ((1 + e4m3) ** 2 - 1, backward, backward), strict=True
-    ):
-        share = (a - b).abs() / sizes
-        # Numbers 2^-14 times as large as the largest have fewer digits.
-        assert 0.01 < float(share.max()) <= bound + 2.0**-9
-
-
-def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients():
-    x, _, g = case()
-    layer = in_float8(ColumnParallelLinear(32, 48).bfloat16(), "tensorwise")
-    for found in run(layer, x.bfloat16(), g.bfloat16()):
-        assert found.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
 def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling):
     x, _, g = case()
     layer = in_float8(ColumnParallelLinear(32, 48, bias=False).double(), scaling)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, Experts, RowParallelLinear, attach_expert_lora, attach_lora
-from trilith.parallel_state import Cut, Layout, ParallelState, declarations
+from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 
@@ -34,24 +34,6 @@ def test_outputs_attached_together_share_one_a():
     assert sorted(dict(layer.named_parameters())) == sorted(
         ["q.weight", "q.bias", "k.weight", "k.bias", "lora_A", "q.lora_B", "k.lora_B"]
     )
-
-
-def test_the_declarations_follow_the_base():
-    state = ParallelState.stand_in(Layout.of(tensor=4))
-    column = ColumnParallelLinear(8, {"q": 16, "k": 4}, unit=4, shared=("k",), state=state)
-    for name in ("q", "k"):
-        attach_lora(column, r=2, alpha=2, outputs=[name])
-    row = RowParallelLinear(16, 8, unit=4, state=state)
-    attach_lora(row, r=2, alpha=2)
-    found = declarations(column) | declarations(row)
-    assert {name: (d.shape, d.cut, d.partial) for name, d in found.items() if "lora" in name} == {
-        "q.lora_A": ((2, 8), None, ("tensor",)),
-        "q.lora_B": ((16, 2), found["q.weight"].cut, ()),
-        "k.lora_A": ((2, 8), None, ("tensor",)),
-        "k.lora_B": ((4, 2), None, ("tensor",)),
-        "lora_A": ((2, 16), found["weight"].cut, ()),
-        "lora_B": ((8, 2), None, ("tensor",)),
-    }
 
 
 def masks(sequence):
@@ -106,18 +88,3 @@ def test_an_adapter_of_experts_adds_the_scaled_product_of_each_expert():
             getattr(merged, output).copy_(getattr(experts, output) + 4 * factors)
     torch.testing.assert_close(experts(x, counts), merged(x, counts))
     assert float((experts(x, counts) - plain).detach().abs().max()) > 1e-2
-
-
-def test_on_experts_the_declarations_follow_the_stacks():
-    experts = Experts(4, 6, 8, state=ParallelState.stand_in(Layout.of(tensor=2, data=2, expert=2)))
-    attach_expert_lora(experts, ["gate", "up"], r=2, alpha=2)
-    attach_expert_lora(experts, ["down"], r=2, alpha=2)
-    found = {name: d for name, d in declarations(experts).items() if "lora" in name}
-    assert all(one.experts for one in found.values())
-    assert {name: (d.shape, d.cut, d.partial) for name, d in found.items()} == {
-        "lora_A_gate_up": ((4, 2, 6), None, ("tensor",)),
-        "lora_B_gate": ((4, 8, 2), Cut(1), ()),
-        "lora_B_up": ((4, 8, 2), Cut(1), ()),
-        "lora_A_down": ((4, 2, 8), Cut(2), ()),
-        "lora_B_down": ((4, 6, 2), None, ("tensor",)),
-    }

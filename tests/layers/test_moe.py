@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.compare_layers import made_alike
-from support.layers import mixture
+from support.layers import made_alike, mixture
 from torch import Tensor
 from torch.nn import functional as F
-from trilith.layers import ClampedExperts, Experts, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.layers import ClampedExperts, Experts, MoE, TopKRouter, grouped_mm
 from trilith.layers.experts import experts as stacks
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import by_kernel
@@ -52,26 +51,6 @@ def test_on_one_device_it_is_its_definition(gated):
     for name, p in moe.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-14)
     assert float(moe.experts.up.grad[3].abs().max()) == 0.0  # nobody chose it
-
-
-def test_shared_experts_are_added_behind_their_gate():
-    torch.manual_seed(3)
-    moe = mixture(None, shared=True)
-    x = torch.randn(2, 7, D, dtype=torch.float64)
-    assert isinstance(moe.shared, GatedShared)
-    extra = torch.sigmoid(F.linear(x, moe.shared.gate)) * moe.shared.net(x)
-    torch.testing.assert_close(moe(x), by_token(moe, x) + extra, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [0, 0, 0, 0], [7, 0, 0, 0]])
-def test_groups_may_be_empty(counts):
-    x = torch.randn(sum(counts), 5, requires_grad=True)
-    w = torch.randn(4, 6, 5, requires_grad=True)
-    y = grouped_mm(x, w, counts)
-    expert = torch.arange(4).repeat_interleave(torch.tensor(counts))
-    torch.testing.assert_close(y, torch.einsum("md,mfd->mf", x, w[expert]))
-    y.sum().backward()
-    assert w.grad is not None and [bool(g.any()) for g in w.grad] == [bool(c) for c in counts]
 
 
 #: Rows of each data rank: unevenly many, one has none.

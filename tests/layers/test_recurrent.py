@@ -8,7 +8,6 @@ from support.layers import WIDTH, positions_of
 from torch.nn import functional as F
 from trilith.layers import AttentionInputs, GatedDeltaNet, KeyValueCache
 from trilith.layers.head_groups import HeadGroups
-from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
 from trilith.layers.recurrent.gated_delta_net import gated_delta_rule
 from trilith.layers.recurrent.mamba2 import state_space
@@ -95,22 +94,6 @@ def test_a_convolution_of_one_token_needs_none_before():
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-12, atol=1e-12)
     runs = Runs(inputs(positions), ParallelState.stand_in(Layout.of(context=2)))
     assert runs.tokens_before(x, 0) is None
-
-
-def test_the_convolution_sees_the_tokens_before_in_its_document_alone():
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 150, 3, dtype=torch.float64), torch.randn(3, 1, 4, dtype=torch.float64)
-    bias, positions = torch.randn(3, dtype=torch.float64), positions_of(DOCUMENTS)
-    wanted = []
-    for row, lengths in zip(x, DOCUMENTS, strict=True):
-        pieces = [F.pad(piece.T, (3, 0)) for piece in row.split(lengths)]
-        wanted.append(torch.cat([F.conv1d(piece, weight, bias, groups=3).T for piece in pieces]))
-    whole = causal_convolution(x, weight, bias, None, positions)
-    assert torch.allclose(whole, torch.stack(wanted), rtol=0, atol=1e-13)
-    later = causal_convolution(x[:, 66:], weight, bias, x[:, 63:66], positions[:, 66:])
-    assert torch.allclose(later, whole[:, 66:], rtol=0, atol=1e-13)
-    plain = causal_convolution(x[1:, 66:], weight, bias, x[1:, 63:66], None)
-    assert torch.allclose(plain, whole[1:, 66:], rtol=0, atol=1e-13)
 
 
 def test_what_is_recomputed_keeps_its_inputs_alone():

@@ -11,11 +11,9 @@ from trilith.layers import (
     MoE,
     MultiHeadLatentAttention,
     ReplicatedLinear,
-    RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     TopKRouter,
-    VocabParallelEmbedding,
     activation,
     attach_expert_lora,
     attach_lora,
@@ -25,7 +23,6 @@ from trilith.layers import (
     inverse_frequencies,
     scatter_sequence,
     split_blocks,
-    split_to_tensor,
     vocab_parallel_cross_entropy,
 )
 from trilith.parallel_state import Layout, ParallelState
@@ -84,14 +81,6 @@ CALLS = {
         lambda: ColumnParallelLinear(8, {"q": 24, "k": 24}, unit=4, state=FOUR),
         "6 units of 4.*2 or 3",
     ),
-    "E1 heads of rows that the ranks do not divide": (
-        lambda: RowParallelLinear(24, 8, unit=4, state=FOUR),
-        "6 units of 4.*2 or 3",
-    ),
-    "E3 columns that the ranks do not divide": (
-        lambda: ColumnParallelLinear(8, {"up": 6}, state=FOUR),
-        "6 units of 1.*2 or 3",
-    ),
     "E3 rows that the ranks do not divide": (
         lambda: RowParallelLinear(6, 8, state=FOUR),
         "6 units of 1.*2 or 3",
@@ -101,15 +90,8 @@ CALLS = {
         "multiple of unit=4",
     ),
     "a column's state by position": (lambda: ColumnParallelLinear(4, 4, TWO), NO_STATE),
-    "a row's state by position": (lambda: RowParallelLinear(4, 4, TWO), NO_STATE),
     "a layer norm's state by position": (lambda: LayerNorm(4, TWO), NO_STATE),
-    "an RMS norm's state by position": (lambda: RMSNorm(4, TWO), NO_STATE),
     "a layout for a column's state": (lambda: ColumnParallelLinear(4, 4, state=Layout(tensor=2)), NO_LAYOUT),
-    "a layout for a row's state": (lambda: RowParallelLinear(4, 4, state=Layout(tensor=2)), NO_LAYOUT),
-    "a layout for an embedding's state": (
-        lambda: VocabParallelEmbedding(4, 4, state=Layout(tensor=2)),
-        NO_LAYOUT,
-    ),
     "an input of another width": (
         lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 3)),
         r"^ColumnParallelLinear: input: expected 4 .*found shape \(2, 3\)",
@@ -134,10 +116,6 @@ CALLS = {
         lambda: scatter_sequence(torch.ones(1, 3, 4), TWO),
         "a length that tensor=2 divides, found 3",
     ),
-    "E9 a dim that the ranks do not divide": (
-        lambda: split_to_tensor(torch.zeros(2, 6, 4), FOUR, dim=1),
-        "expected a length that tensor=4 divides, found 6",
-    ),
     "E7 a sequence without equal chunks": (
         lambda: cut_sequence(torch.zeros(1, 6), CONTEXT),
         r"expected a multiple of 2 x context=2, found 6.*4 or 8",
@@ -149,7 +127,6 @@ CALLS = {
     "E6 a split of too few stages": (lambda: split_blocks(6, 3, (1, 2)), r"3 counts.*\[1, 2\]"),
     "E6 a split of too many blocks": (lambda: split_blocks(6, 3, (1, 2, 4)), r"add up to 6.*\[1, 2, 4\]"),
     "E6 a split with an empty stage": (lambda: split_blocks(6, 3, (0, 3, 3)), r"at least 1.*\[0, 3, 3\]"),
-    "E6 a split of no stages": (lambda: split_blocks(6, 3, ()), "3 counts"),
     "D12 an unknown activation": (
         lambda: activation("swish2"),
         r"hidden_act: expected one of silu, .*found 'swish2'",
@@ -162,7 +139,6 @@ CALLS = {
     "D15 a rotation with a text": (lambda: scaling(low_freq_factor="1"), "low_freq_factor: expected"),
     "a rotation by no length": (lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic"}), "original_max.*"),
     "few factors": (lambda: scaling(rope_type="longrope", short_factor=[1.0]), "short_factor: expected 8"),
-    "D15 a rotation with a flag": (lambda: scaling(high_freq_factor=True), "high_freq_factor: expected"),
     "values wider than keys": (
         wide_values,
         "v_head_dim: expected at most 10, the width of a query head, found 11",
@@ -184,12 +160,10 @@ CALLS = {
     "an adapter of rank 0": (lambda: with_adapter(r=0), "r: expected at least 1, found 0"),
     "an adapter of no output": (lambda: with_adapter(outputs=["z"]), "one of q, k, found 'z'"),
     "a second adapter": (lambda: with_adapter(outputs=["q"]), "one adapter at each place"),
-    "experts' adapter of rank 0": (lambda: experts_with_adapter(["gate"], 0), "r: expected at least 1"),
     "experts' adapter in another order": (
         lambda: experts_with_adapter(["up", "gate"], 1),
         "outputs: expected gate, up or down or gate or up, found up, gate",
     ),
-    "a second adapter of experts": (lambda: experts_with_adapter(["down"], 1), "one adapter at each place"),
     "an unknown checkpointing": (lambda: checkpoint_blocks([], "some"), "checkpointing"),
     "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", interval=0), "every"),
     "a loss of no tokens at once": (lambda: loss_of_chunks(chunk=0), "loss_chunk"),

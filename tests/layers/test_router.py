@@ -63,15 +63,6 @@ def test_softmax_groups_count_as_their_best_expert():
     )
 
 
-def test_a_biased_choice_leaves_the_weights_alone():
-    ours, x = made(bias_corrected=True, normalize=False), inputs()
-    assert ours.bias is not None
-    ours.bias[:] = torch.linspace(-10, 10, E)
-    weights, found = ours(x)
-    assert torch.equal(found, torch.tensor([11, 10, 9]).expand_as(found))
-    assert torch.equal(weights, torch.nn.functional.linear(x, ours.weight).softmax(-1).gather(-1, found))
-
-
 def test_the_balance_loss_of_one_row_is_transformers():
     ours, x = made(balance=0.7), inputs(rows=1)
     x_theirs, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
@@ -147,26 +138,19 @@ def test_what_is_computed_again_counts_once_and_without_gradients_not_at_all():
     assert watch.after_step() is not None and watch.after_step() is None
 
 
-def test_biases_move_towards_even_loads_and_are_resumed():
+def test_biases_move_towards_even_loads_and_stay_where_a_step_is_skipped():
     ours = made(bias_corrected=True)
-    watch = Balancing(ours, rate=0.01)
+    watch, loads = Balancing(ours, rate=0.01), []
     torch.manual_seed(0)
     x = torch.randn(4, 64, D, dtype=torch.float64) + 0.5
-    loads = []
     for _ in range(30):
         ours(x)[0].sum().backward()
-        found = watch.after_step()
-        assert found is not None
-        loads.append(found.load)
-    assert loads[0] > 1.5 and loads[-1] < 1.3
-    again = made(bias_corrected=True)
-    again.load_state_dict(ours.state_dict())
-    assert ours.bias is not None and again.bias is not None and ours.bias.grad is None
-    assert torch.equal(again.bias, ours.bias) and float(ours.bias.abs().max()) > 0
+        loads.append(watch.after_step().load)
+    assert loads[0] > 1.5 and loads[-1] < 1.3 and ours.bias.grad is None
     before = ours.bias.clone()
     ours(x)[0].sum().backward()
     watch.after_step(updated=False)
-    assert torch.equal(ours.bias, before)
+    assert torch.equal(ours.bias, before) and before.any()
 
 
 def test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean():

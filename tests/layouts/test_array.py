@@ -9,10 +9,9 @@ from dataclasses import asdict
 from random import Random
 
 import pytest
-from support.combinations import ADAPTERS, FAMILIES, FROZEN, LONG, Choice, covering_array, cuts, draw, pairs
+from support.combinations import ADAPTERS, FROZEN, LONG, Choice, covering_array, cuts, draw, pairs
 from support.layout_cases import Layouts, Row, refused
 from trilith.parallel_state import Layout
-from trilith.pipeline import SCHEDULE_NAMES
 
 COVERING = covering_array()
 HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
@@ -57,20 +56,6 @@ def test_a_recipe_may_choose_this(choice):
     assert (error := refusal(choice)) is None, error
 
 
-def test_the_array_is_small_and_holds_every_choice_of_every_axis():
-    assert len(COVERING) <= 80
-    values = {value for pair in HELD for value in pair}
-    for key, some in {
-        "model": FAMILIES,
-        "schedule": SCHEDULE_NAMES,
-        "zero": range(4),
-        "expert": (1, 2, 4),
-    }.items():
-        assert {(key, value) for value in some} <= values
-    for key in ("tensor", "pipeline", "data", "context", "replicas", "micro_batch"):
-        assert {(key, 1), (key, 2)} <= values
-
-
 @pytest.mark.parametrize("part", [*ADAPTERS, *FROZEN])
 def test_every_part_that_may_be_trained_is_cut_along_an_axis_and_computed_again(part):
     met = set().union(*(cuts(choice) for choice in COVERING if choice.trains == part))
@@ -78,7 +63,8 @@ def test_every_part_that_may_be_trained_is_cut_along_an_axis_and_computed_again(
     assert len(met & {"none", "selective", "every", "full"}) >= 1
 
 
-def test_the_array_holds_every_pair_that_is_drawn():
+def test_the_array_is_small_and_holds_every_pair_that_is_drawn():
+    assert len(COVERING) <= 80
     random = Random(1)
     for _ in range(5000):
         choice = draw(random)

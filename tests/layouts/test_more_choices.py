@@ -32,17 +32,10 @@ CONTEXT = [
     ("ropes-pipeline-documents", "gemma3_text", "pp2", DOCUMENTS),
     ("ring-sinks-documents", "gpt_oss", "tp2 ring", DOCUMENTS),
     ("sinks-experts-zero3", "gpt_oss", "dp2 ep2 zero3", {}),
-    ("pipeline", "llama-tied", "pp2", {"schedule": "gpipe"}),
-    ("data", "llama-kv1", "dp2", {"micro_batch": 2}),
-    ("ring-data-zero3", "qwen3", "dp2 zero3 ring", {}),
-    ("data-zero1", "llama", "dp2 zero1", {}),
     # Experts over the context ranks; a pipeline whose backward is in two parts, attention's once.
     ("ring-experts", "mixtral", "ep2 ring", {}),
     ("experts-zero3", "qwen3_moe", "dp2 ep4 zero3", DOCUMENTS),
     ("ring-zbv-zero3", "llama", "pp2 v ring zero3", {"schedule": "zbv"} | DOCUMENTS),
-    ("interleaved-zero-bubble", "gpt2", "pp2 loop2", {"schedule": "interleaved-zero-bubble"}),
-    ("lora", "llama", "zero2", ADAPTERS),
-    ("data-zero2", "gpt2", "dp2 zero2", {}),
 ]
 
 # Wherever experts lie; their balance loss is in it

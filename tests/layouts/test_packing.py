@@ -8,9 +8,9 @@ import torch
 from support.configs import MODELS
 from support.layout_cases import one_device
 from support.short_runs import built
-from support.short_training import Case, batch
+from support.short_training import Case
 from support.token_files import batch_at
-from trilith.data import Batch, TokenFile
+from trilith.data import TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.token_writer import TokenWriter
 from trilith.parallel_state import Layout
@@ -70,25 +70,3 @@ def test_positions_are_not_ignored(model):
     joined = Case(MODELS[model])
     whole, apart = one_device([joined, replace(joined, documents=True)])
     assert whole.losses[0] != apart.losses[0]
-
-
-def test_a_case_with_documents_has_rows_that_restart_at_different_places():
-    positions = batch(Case({}, documents=True), 0, 100).positions
-    assert positions is not None and bool((positions[:, 0] == 0).all())
-    starts = positions == 0
-    assert int(starts.sum()) > len(positions) + 2 and not torch.equal(starts[0], starts[1])
-    steps = positions[:, 1:] - positions[:, :-1]
-    assert bool(((steps == 1) | starts[:, 1:]).all())
-
-
-def test_a_batch_splits_into_its_rows_in_order():
-    ids = torch.arange(24).reshape(6, 4)
-    for whole in (Batch(ids, ids + 1), Batch(ids, ids + 1, ids + 2)):
-        parts = whole.split(2)
-        assert [part.input_ids[0, 0].item() for part in parts] == [0, 8, 16]
-        for index, tensor in enumerate(whole):
-            pieces = [part[index] for part in parts]
-            if tensor is None:
-                assert pieces == [None] * 3
-            else:
-                assert torch.equal(torch.cat([piece for piece in pieces if piece is not None]), tensor)

@@ -18,6 +18,7 @@ from support.refusals import Refused, refusals
 from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, family_of
+from trilith.models.base.keys import DENIED
 from trilith.parallel_state import BadInput
 
 LLAMA, GPT2, MISTRAL, QWEN2, QWEN3 = (KEYS[name] for name in ("llama", "gpt2", "mistral", "qwen2", "qwen3"))
@@ -58,53 +59,31 @@ def roped(base, why, key, **rope):
     return of(base, why, f"rope_parameters.{key}", {"rope_parameters": rope})
 
 
-THREE = MODELS["llama"]["rope_scaling"]
+THREE, ORIGINAL = MODELS["llama"]["rope_scaling"], "original_max_position_embeddings"
+MANY = {"num_hidden_layers": 10**12}
+#: Listed cases of keys that no family here computes with; all others are one.
+CASES = {"sliding_window": "D23", "quantization_config": "D24"}
 REFUSED = [
     of(MISTRAL, "mistral-window", "sliding_window", {"sliding_window": 0}),
-    of(MISTRAL, "mistral-window-text", "sliding_window", {"sliding_window": "4096"}),
-    of(MISTRAL, "mistral-bias", "attention_bias", {"attention_bias": True}),
     of(MISTRAL, "mistral-layer-types", "layer_types", {"layer_types": ["sliding_attention"]}),
     of(QWEN2, "qwen2-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN2, "qwen2-layer-types", "layer_types", {"layer_types": ["sliding_attention"] * 3}),
     of(QWEN2, "qwen2-bias", "attention_bias", {"attention_bias": False}),
-    of(QWEN2, "qwen2-bias-1", "attention_bias", {"attention_bias": 1}),
     of(LLAMA, "llama-layer-types", "layer_types", {"layer_types": ["full_attention"] * 2}),
-    of(QWEN3, "qwen3-window", "use_sliding_window", {"use_sliding_window": True}),
-    of(QWEN3, "qwen3-layer-types", "layer_types", {"layer_types": "full_attention"}),
-    of(QWEN3, "qwen3-mlp-bias", "mlp_bias", {"mlp_bias": True}),
-    of(MIXTRAL, "mixtral-jitter", "router_jitter_noise", {"router_jitter_noise": 0.1}),
-    of(MIXTRAL, "mixtral-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
-    of(MIXTRAL, "mixtral-no-experts", "num_local_experts", {"num_local_experts": 0}),
-    of(MIXTRAL, "mixtral-bias", "attention_bias", {"attention_bias": True}),
-    of(QWEN3_MOE, "qwen3-moe-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
     of(QWEN3_MOE, "qwen3-moe-two-names", "num_local_experts", {"num_local_experts": 4}),
-    of(QWEN3_MOE, "qwen3-moe-dense", "mlp_only_layers", {"mlp_only_layers": [0, 1, 2]}),
     of(QWEN3_MOE, "qwen3-moe-absent", "mlp_only_layers", {"mlp_only_layers": [0, 99]}),
     of(QWEN3_MOE, "qwen3-moe-step", "mlp_only_layers", {"decoder_sparse_step": 4}),
     of(QWEN3_MOE, "qwen3-moe-layers", "mlp_only_layers.0", {"mlp_only_layers": ["0"]}),
-    of(QWEN3_MOE, "qwen3-moe-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN3_MOE, "qwen3-moe-coef", "router_aux_loss_coef", {"router_aux_loss_coef": -1.0}),
-    of(QWEN3_MOE, "qwen3-moe-coef-inf", "router_aux_loss_coef", {"router_aux_loss_coef": INF}),
     of(GLM4_MOE, "glm-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
     of(GLM4_MOE, "glm-groups", "n_group", {"n_group": 3}),
     of(GLM4_MOE, "glm-groups-of-one", "n_group", {"n_group": 8, "topk_group": 4}),
     of(GLM4_MOE, "glm-groups-kept", "topk_group", {"n_group": 4, "topk_group": 5}),
     of(GLM4_MOE, "glm-too-few", "topk_group", {"n_group": 4, "topk_group": 1}),
     of(GLM4_MOE, "glm-dense", "first_k_dense_replace", {"first_k_dense_replace": 3}),
-    of(GLM4_MOE, "glm-no-shared", "n_shared_experts", {"n_shared_experts": 0}),
-    of(GLM4_MOE, "glm-mlp-bias", "mlp_bias", {"mlp_bias": True}),
-    of(GLM4_MOE, "glm-scale", "routed_scaling_factor", {"routed_scaling_factor": NAN}),
     of(GLM4_MOE, "glm-rotary-odd", "partial_rotary_factor", {"partial_rotary_factor": 0.25}),
     of(GLM4_MOE, "glm-rotary-more", "partial_rotary_factor", {"partial_rotary_factor": 1.5}),
-    of(GLM4_MOE, "glm-rotary-text", "partial_rotary_factor", {"partial_rotary_factor": "0.5"}),
-    roped(
-        GLM4_MOE,
-        "glm-rotary-two",
-        "partial_rotary_factor",
-        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-    ),
-    of(GLM4_MOE, "glm-quantised", "quantization_config", {"quantization_config": {"bits": 8}}),
-    of(GEMMA3, "gemma3-cap", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
+    roped(GLM4_MOE, "glm-rotary-two", "partial_rotary_factor", rope_theta=1e4, partial_rotary_factor=1.0),
     of(GEMMA3, "gemma3-windows", "sliding_window_attention_size", {"sliding_window": 8}),
     of(GEMMA3, "gemma3-pattern", "global_local_attention_pattern", {"sliding_window_pattern": 3}),
     of(GEMMA3, "gemma3-one-rope", "rope_parameters", {"rope_parameters": LINEAR}),
@@ -113,33 +92,20 @@ REFUSED = [
     llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
     llama("D5-number", "architectures", {"architectures": 5}),
     llama("D7", "num_key_value_heads", {"num_key_value_heads": 4}),
-    llama("D7-more", "num_key_value_heads", {"num_key_value_heads": 12}),
     llama("D8", "hidden_size", {"num_attention_heads": 5, "num_key_value_heads": 5}),
     gpt2("D8-gpt2", "n_embd", {"n_head": 5}),
     llama("D9", "num_attention_heads", {"num_attention_heads": 0}),
     llama("D9-kv", "num_key_value_heads", {"num_key_value_heads": 0}),
-    llama("D9-negative", "num_attention_heads", {"num_attention_heads": -6}),
-    gpt2("D9-gpt2", "n_head", {"n_head": 0}),
     llama("D9-layers", "num_hidden_layers", {"num_hidden_layers": 0}),
     llama("D10", "hidden_size", {"hidden_size": "48"}),
     llama("D10-float", "hidden_size", {"hidden_size": 48.0}),
-    llama("D10-bool", "num_hidden_layers", {"num_hidden_layers": True}),
-    gpt2("D10-gpt2", "n_embd", {"n_embd": "48"}),
     llama("D10-absent", "vocab_size", {"vocab_size": ABSENT}),
-    llama("D10-null", "vocab_size", {"vocab_size": None}),
-    gpt2("D10-gpt2-absent", "n_positions", {"n_positions": ABSENT}),
-    *(
-        llama(f"D11-{eps}", "rms_norm_eps", {"rms_norm_eps": eps})
-        for eps in (0, -1e-5, 1e3, NAN, INF, "1e-5")
-    ),
-    *(gpt2(f"D11-gpt2-{e}", "layer_norm_epsilon", {"layer_norm_epsilon": e}) for e in (0, -1e-5, 1e3, NAN)),
+    *(llama(f"D11-{eps}", "rms_norm_eps", {"rms_norm_eps": eps}) for eps in (0, 1e3, NAN, INF, "1e-5")),
+    gpt2("D11-gpt2", "layer_norm_epsilon", {"layer_norm_epsilon": 1e3}),
     llama("D12", "hidden_act", {"hidden_act": "swish2"}),
     llama("D12-number", "hidden_act", {"hidden_act": 3}),
-    gpt2("D12-gpt2", "activation_function", {"activation_function": "gelu_slow"}),
     *(llama(f"D13-{t}", "rope_theta", {"rope_theta": t}) for t in (-1, 0, INF, NAN, "1e4", True)),
-    llama("D13-new", "rope_theta", {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": -1.0}}),
     scaled("D14", "rope_type", **NOPE),
-    scaled("D14-untyped", "rope_type", factor=2.0),
     llama("D14-list", "rope_scaling", {"rope_scaling": [1]}),
     scaled("D14-two-types", "type", **LINEAR, type="yarn"),
     *(scaled(f"D15-{kind}", "factor", type=kind, factor="2") for kind in ("dynamic", "yarn", "linear")),
@@ -148,65 +114,24 @@ REFUSED = [
     scaled("D15-yarn-text", "beta_fast", type="yarn", factor=2.0, beta_fast="32"),
     scaled("D15-proportional", "partial_rotary_factor", rope_type="proportional", partial_rotary_factor=2.0),
     scaled("D15-no-factor", "factor", rope_type="linear"),
-    scaled("D15-bad-factor", "factor", rope_type="linear", factor=0),
     scaled("D15-llama3", "low_freq_factor", type="llama3", factor=8.0),
     scaled("D15-band", "low_freq_factor", **{**THREE, "low_freq_factor": 4.0}),
-    scaled(
-        "D15-original",
-        "original_max_position_embeddings",
-        **{**THREE, "original_max_position_embeddings": 32.5},
-    ),
-    scaled("D15-more", "attention_factor", **LINEAR, attention_factor=1.3),
+    scaled("D15-original", ORIGINAL, **{**THREE, ORIGINAL: 32.5}),
     roped(LLAMA, "D15-partial", "partial_rotary_factor", rope_type="default", partial_rotary_factor=0.5),
     llama("D16", "rope_parameters", {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}}),
     llama("D16-theta", "rope_parameters", {"rope_parameters": {"rope_theta": 2e4}}),
-    llama(
-        "D16-type", "rope_parameters", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}
-    ),
     llama("D20", "vocab_size", {"vocab_size": 10**12}),
-    gpt2("D20-gpt2", "vocab_size", {"vocab_size": 10**12}),
     llama("D20-hidden", "hidden_size", {"hidden_size": 10**12, "head_dim": 8}),
-    llama("D20-inner", "intermediate_size", {"intermediate_size": 10**15}),
     llama("D20-layers", "num_hidden_layers", {"num_hidden_layers": 10**9}),
-    gpt2("D20-positions", "n_positions", {"n_positions": 10**13}),
     # No list of so many blocks is made before they are refused.
-    of(
-        GEMMA2, "D20-pattern", "num_hidden_layers", {"num_hidden_layers": 10**12, "sliding_window_pattern": 2}
-    ),
-    of(
-        config("exaone4"),
-        "D20-no-window",
-        "num_hidden_layers",
-        {"num_hidden_layers": 10**12, "sliding_window": None},
-    ),
+    of(GEMMA2, "D20-pattern", "num_hidden_layers", MANY | {"sliding_window_pattern": 2}),
+    of(config("exaone4"), "D20-no-window", "num_hidden_layers", MANY | {"sliding_window": None}),
     llama("D21", "head_dim", {"head_dim": 7}),
-    llama("D21-derived", "head_dim", {"hidden_size": 18}),
     llama("D22-text", "attention_bias", {"attention_bias": "yes"}),
-    llama("D23", "sliding_window", {"sliding_window": 128}),
-    llama("D23-flag", "use_sliding_window", {"use_sliding_window": True}),
-    llama("D24", "quantization_config", {"quantization_config": {"bits": 4}}),
-    llama("D24-old-name", "compression_config", {"compression_config": {"bits": 4}}),
-    *(
-        llama(f"D26-{key}", key, {key: value})
-        for key, value in (
-            ("logits_scaling", 8.0),
-            ("attn_logit_softcapping", 50.0),
-            ("residual_multiplier", 0.2),
-            ("num_experts", 8),
-            ("clip_qkv", 8.0),
-            ("no_rope_layers", [1]),
-            ("add_cross_attention", True),
-            ("is_encoder_decoder", True),
-        )
-    ),
-    gpt2("D26-unscaled", "scale_attn_weights", {"scale_attn_weights": False}),
-    gpt2("D26-by-layer", "scale_attn_by_inverse_layer_idx", {"scale_attn_by_inverse_layer_idx": True}),
-    gpt2("D26-cross", "add_cross_attention", {"add_cross_attention": True}),
+    *(llama(f"{CASES.get(key, 'D26')}-{key}", key, {key: 8}) for key in sorted(DENIED)),
     gpt2("D26-two-names", "hidden_size", {"hidden_size": 32}),
     *(llama(f"D27-{x}", "initializer_range", {"initializer_range": x}) for x in (NAN, INF, -1, "0.02")),
-    gpt2("D27-gpt2", "initializer_range", {"initializer_range": NAN}),
     *(llama(f"dtype-{value}", "torch_dtype", {"torch_dtype": value}) for value in ("float4", "int8", 16)),
-    llama("dtype-new-name", "dtype", {"dtype": "load"}),
     of(config("granitemoehybrid"), "chunk", "mamba_chunk_size", {"mamba_chunk_size": 0}),
     gpt2("dropout", "attn_pdrop", {"attn_pdrop": 1.0}),
 ]
@@ -218,21 +143,13 @@ test_a_config_is_refused_in_one_line_that_names_the_key = refusals(REFUSED)
 ACCEPTED = [
     ("D6", LLAMA, {"num_key_value_heads": ABSENT}, {"num_key_value_heads": 6}),
     ("D6-null", LLAMA, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
-    ("head_dim", LLAMA, {"head_dim": 10}, {"head_dim": 10}),
     ("plain", LLAMA, {}, {"head_dim": 8, "rope_scaling": None}),
-    ("mistral", MISTRAL, {"sliding_window": 4096}, {"window": 4096, "qkv_bias": False}),
     ("mistral-no-window", MISTRAL, {"sliding_window": None}, {"window": None}),
-    ("mistral-absent-window", MISTRAL, {}, {"window": 4096}),
-    ("qwen2", QWEN2, {}, {"window": None, "qkv_bias": True, "attention_bias": False, "head_dim": 8}),
-    ("qwen2-bias", QWEN2, {"attention_bias": True}, {"qkv_bias": True, "out_bias": False}),
     ("llama-layers", LLAMA, {"layer_types": ["full_attention"] * 3}, {"window": None}),
     ("mistral-layers", MISTRAL, {"layer_types": ["sliding_attention"] * 3}, {"window": 4096}),
     ("qwen2-layers", QWEN2, {"layer_types": ["full_attention"] * 3}, {"window": None}),
-    ("gemma2", GEMMA2, {"num_hidden_layers": 4}, {"window": None, "attn_logit_softcapping": 50.0}),
-    ("gemma2-window", GEMMA2, {"sliding_window": 64}, {"window": 64, "head_dim": 256}),
     ("gemma2-no-window", GEMMA2, {"sliding_window": None}, {"sliding_window": None}),
     ("gemma2-layers", GEMMA2, {"layer_types": ["full_attention"] * 3}, {"window": None}),
-    ("gemma3", GEMMA3, {}, {"sliding_window": 9, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
     (
         "gemma3-new",
         GEMMA3,
@@ -244,11 +161,6 @@ ACCEPTED = [
     ),
     ("gemma2-no-cap", GEMMA2, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None}),
     ("qwen3", QWEN3, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
-    ("qwen3-head", QWEN3, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
-    ("qwen3-bias", QWEN3, {"attention_bias": True}, {"qkv_bias": True}),
-    ("mixtral", MIXTRAL, {"rope_theta": ABSENT}, {"window": None, "routed_experts": 8, "rope_theta": 1e6}),
-    ("mixtral-kv", MIXTRAL, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
-    ("mixtral-jitter", MIXTRAL, {"router_jitter_noise": 0.0}, {"experts_of_token": 2}),
     ("qwen3-moe", QWEN3_MOE, {}, {"routed_experts": 8, "normalized": True, "routers": 3}),
     ("qwen3-moe-new", QWEN3_MOE, {"num_experts": ABSENT, "num_local_experts": 4}, {"routed_experts": 4}),
     ("qwen3-moe-some", QWEN3_MOE, {"decoder_sparse_step": 2, "mlp_only_layers": [0]}, {"routers": 1}),
@@ -258,7 +170,6 @@ ACCEPTED = [
         {"output_router_logits": True},
         {"routed_experts": 8, "routers": 2, "rotary_dim": 6, "balance_factor": 0.0, "biased_routers": True},
     ),
-    ("glm-biases", GLM4_MOE, {}, {"qkv_bias": True, "out_bias": False, "further_blocks": 1}),
     (
         "glm-new",
         GLM4_MOE,
@@ -278,11 +189,7 @@ ACCEPTED = [
     ("D13-absent", LLAMA, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
     ("D16-new", LLAMA, {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 2e4}}, {"rope_theta": 2e4}),
     ("D16-agree", LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {"rope_theta": 1e4}),
-    ("D22", LLAMA, {"attention_bias": True}, {"attention_bias": True, "mlp_bias": False}),
-    ("D22-mlp", LLAMA, {"mlp_bias": True}, {"attention_bias": False, "mlp_bias": True}),
     ("D23-off", LLAMA, {"sliding_window": None, "use_sliding_window": False}, {}),
-    ("D24-null", LLAMA, {"quantization_config": None}, {}),
-    ("D28", LLAMA, {"tie_word_embeddings": ABSENT}, {"tie_word_embeddings": False}),
     ("D28-gpt2", GPT2, {}, {"tie_word_embeddings": True, "intermediate_size": 192}),
     ("gpt2-inner-null", GPT2, {"n_inner": None}, {"intermediate_size": 192}),
     ("gpt2-both-names", GPT2, {"hidden_size": 48}, {"hidden_size": 48}),
@@ -414,18 +321,11 @@ def test_a_scaling_is_read_from_either_form_and_written_back(form, scaling):
     assert FAMILIES["llama"].from_hf(FAMILIES["llama"].to_hf(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("some_number", 3), ("some_text", "x")], ids=["D26-number", "D26-text"]
-)
-def test_an_unknown_key_is_ignored_with_a_warning(key, value):
-    with pytest.warns(UserWarning, match=f"{key}={value!r} is unknown and ignored"):
-        read(LLAMA, {key: value})
-
-
-def test_an_unknown_key_s_name_and_value_are_shortened_in_its_warning():
-    with pytest.warns(UserWarning, match="is unknown and ignored") as told:
-        read(LLAMA, {"k" * 5000: "v" * 5000})
-    assert len(str(told[0].message)) < 250
+def test_an_unknown_key_is_ignored_with_a_warning_of_few_characters_D26():
+    for key, shown in (("some_text", "some_text='x' is"), ("k" * 5000, "is")):
+        with pytest.warns(UserWarning, match=f"{shown} unknown and ignored") as told:
+            read(LLAMA, {key: "x" if shown != "is" else "v" * 5000})
+        assert len(str(told[0].message)) < 250
 
 
 def test_no_code_of_a_checkpoint_runs_D25():

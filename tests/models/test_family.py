@@ -46,15 +46,6 @@ test_a_layout_or_a_type_that_cannot_be_is_refused = refusals(
 )
 
 
-@pytest.mark.parametrize("tensor", range(1, 13))
-def test_no_layout_is_refused_for_the_vocabulary_E4(tensor):
-    wide = {"num_attention_heads": tensor, "num_key_value_heads": tensor, "intermediate_size": 4 * tensor}
-    config = LLAMA.from_hf({**CONFIG, **wide, "hidden_size": 8 * tensor, "head_dim": 8})
-    model = LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1))
-    rows = declarations(model)["embed.weight"].held_shape(Layout(tensor=tensor))[0]
-    assert rows % 128 == 0 and rows % tensor == 0 and 503 <= rows < 503 + 128 * tensor
-
-
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 @settings(max_examples=drawn(48), deadline=None)
 @given(st.data())
@@ -98,14 +89,6 @@ def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model():
     for name, family in FAMILIES.items():
         assert family_of({"model_type": name, "architectures": [family.architecture]}) is family
     assert {raw["model_type"] for raw in MODELS.values()} == FAMILIES.keys()
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2, pipeline=3, data=2, zero=1)], ids=str)
-def test_names_and_whole_shapes_are_the_same_in_every_layout(layout):
-    config = LLAMA.from_hf({**CONFIG, "tie_word_embeddings": True})
-    found = {name: s.shape for stage in LLAMA.declarations(config, layout) for name, s in stage.items()}
-    (whole,) = LLAMA.declarations(config)
-    assert found == {name: stated.shape for name, stated in whole.items()}
 
 
 def test_building_leaves_torchs_defaults_alone():

@@ -229,29 +229,6 @@ def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(layout, model, ro
             assert float((expected - found).abs().max()) <= 1e-10 * float(expected.abs().max())
 
 
-def shapes(layout):
-    """Return the shape of each block's keys; check that nothing is allocated after the first piece."""
-    state = ParallelState.start(layout)
-    made, cache = (
-        built("llama-kv1-tied" if layout.tensor > 1 else "llama", state).eval(),
-        KeyValueCache(2, 20),
-    )
-    found = []
-    for start in range(5):
-        made(torch.ones(2, 1, dtype=torch.int64), positions=torch.full((2, 1), start), cache=cache)
-        views = [cache.held(block.attention) for block in made.layers.values()]
-        found.append([(*keys.shape, keys.data_ptr(), values.data_ptr()) for keys, values in views])
-    assert all(one == found[0] for one in found)
-    return [one[:-2] for one in found[0]]
-
-
-def test_each_block_takes_its_memory_once_for_the_heads_that_its_rank_computes():
-    """Two key/value heads on one device; a single one, which both ranks need, under tensor parallelism."""
-    assert run_parallel(shapes, 1, Layout()) == [[(2, 2, 20, 8)] * 3]
-    for rank in run_parallel(shapes, 2, Layout.of(tensor=2)):
-        assert rank == [(2, 1, 20, 8)] * 3
-
-
 def test_more_tokens_than_it_was_made_for_are_an_error():
     cache = KeyValueCache(1, 4)
     cache.advance(torch.arange(3).unsqueeze(0))

@@ -63,15 +63,3 @@ def test_the_picture_of_a_block_is_its_forward(family):
         assert called(block, run) == [name for name in drawn[kind] if name in modules], picture(kind)
         had.setdefault(kind, set()).update(modules)
     assert {kind: {*names} for kind, names in drawn.items()} == had
-
-
-def test_a_picture_is_read_in_the_order_of_its_calls():
-    class Block:
-        """Compute.
-
-        x = x + after(attention(norm(x)))    * a remark (of two words)
-        x = x + drop(mlp(x)) * scale
-              + more(x)                      * another
-        """
-
-    assert [*calls(ast.parse(picture(Block)))] == ["norm", "attention", "after", "mlp", "drop", "more"]

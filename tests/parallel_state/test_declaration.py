@@ -85,14 +85,6 @@ def test_boxes_are_what_chunk_gives(layout, data):
         assert torch.equal(whole[stated.shard_box(layout, at).slices], shard)
 
 
-def test_padding_rows_belong_to_no_true_part():
-    layout = Layout.of(tensor=4)
-    vocabulary = Declaration((130, 3), cut=Cut(0), multiple=512)
-    true = [vocabulary.true_part(vocabulary.box(layout, at)) for at in layout.places()]
-    assert [box.shape for box in true] == [(128, 3), (2, 3), (0, 3), (0, 3)]
-    assert (vocabulary.shape, vocabulary.held_shape(layout)) == ((130, 3), (512, 3))
-
-
 @given(st.integers(1, 1000), st.integers(1, 200), st.integers(1, 4), st.integers(1, 12))
 def test_padding_gives_every_rank_an_equal_piece_and_wastes_less_than_one_step(rows, multiple, unit, tensor):
     layout = Layout(tensor=tensor)

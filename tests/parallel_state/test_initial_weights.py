@@ -41,9 +41,9 @@ def part(box, shape, how, seed=1, dtype=torch.float32):
 def boxes_of_shapes(draw):
     """Shapes around the tiles' edges, and any box of them, empty ones too."""
     edges = st.sampled_from([1, 3, 255, 256, 257, 600])
-    shape = tuple(draw(st.lists(edges, min_size=1, max_size=2)))
+    shape = tuple(draw(st.lists(edges, max_size=2)))
     if draw(st.booleans()):
-        shape = (2, *shape) if len(shape) < 3 and max(shape) < 500 else shape
+        shape = (2, *shape) if max(shape, default=0) < 500 else shape
     bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return shape, Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
@@ -109,11 +109,6 @@ def test_distributions_have_the_stated_spread():
     uniform = part(Box.whole(shape), shape, Uniform(0.5))
     assert float(uniform.min()) >= -0.5 and float(uniform.max()) <= 0.5
     assert abs(float(uniform.std()) / (1 / 12**0.5) - 1) < 2e-3
-
-
-def test_a_scalar_is_filled():
-    assert torch.isfinite(part(Box.whole(()), (), Normal(1.0)))
-    assert float(part(Box.whole(()), (), Constant(3.0))) == 3.0
 
 
 def made(seed):

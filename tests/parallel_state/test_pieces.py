@@ -1,4 +1,4 @@
-"""Pieces: whatever is cut, joined or turned round, the elements are those that indexing gives."""
+"""Boxes and pieces: whatever is cut, joined or turned round, the elements are those that indexing gives."""
 
 from itertools import product
 
@@ -43,6 +43,18 @@ def by_index(piece, stored):
 def boxes(shape):
     bounds = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
     return st.tuples(*bounds).map(lambda each: Box(tuple(a for a, _ in each), tuple(b for _, b in each)))
+
+
+def indices(box):
+    return {*product(*map(range, box.start, box.stop))} if box else set()
+
+
+@given(st.integers(0, 3).flatmap(lambda dims: st.tuples(boxes((6,) * dims), boxes((6,) * dims))))
+def test_an_intersection_holds_what_both_hold(pair):
+    one, other = pair
+    overlap = one.intersect(other)
+    assert indices(overlap) == indices(one) & indices(other) and overlap == other.intersect(one)
+    assert overlap is None or overlap.size == len(indices(overlap)) > 0
 
 
 @given(pieces(), st.data())

@@ -1,7 +1,6 @@
 """A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
 import re
-import time
 from contextlib import suppress
 from importlib.metadata import requires
 from operator import attrgetter
@@ -10,19 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.configs import KEYS
-from support.families import family_and_config
 from torch.distributed.device_mesh import DeviceMesh
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.parallel_state.engine.supported_torch import BEFORE, SINCE
 from trilith.parallel_state.state import Axis, fsdp_mesh
 from trilith.testing import RankError, run_parallel
-
-LLAMA_405B = {
-    **KEYS["llama"],
-    **{"vocab_size": 128_256, "hidden_size": 16_384, "intermediate_size": 53_248},
-    **{"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8},
-}
 
 
 def test_another_torch_than_the_packages_range_is_refused():
@@ -32,19 +23,6 @@ def test_another_torch_than_the_packages_range_is_refused():
     for version in ("2.10.1", f"{before}.0", "3.0"):
         with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.13"):
             engine.supported_torch.require_supported(version)
-
-
-def test_405b_is_planned_on_the_meta_device_without_processes():
-    family, config = family_and_config(LLAMA_405B)
-    layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
-    start = time.process_time()
-    stages = family.declarations(config, layout)
-    seconds = time.process_time() - start
-    names = {name: stated for stage in stages for name, stated in stage.items()}
-    assert sum(torch.Size(stated.shape).numel() for stated in names.values()) == 405_853_388_800
-    assert sorted(len(stage) // 9 for stage in stages) == [7, 7] + [8] * 14
-    assert not dist.is_initialized()
-    assert seconds < 10, "some tenths of a second on an idle core"
 
 
 def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
@@ -57,12 +35,6 @@ def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
     with pytest.raises(RuntimeError, match="stand-in: tensor"):
         engine.all_reduce(torch.ones(2), state.tensor.group)
     assert engine.all_reduce(torch.ones(2, device="meta"), state.tensor.group).shape == (2,)
-
-
-def test_one_device_needs_nothing():
-    state = ParallelState.alone()
-    assert state.layout == Layout() and state.tensor_mesh is None and not state.sequence
-    assert state is ParallelState.alone()
 
 
 def test_sequence_parallelism_on_one_tensor_rank_is_off_E8():

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from support import run_times
 from support.lanes import LANES
 
-#: Seconds of tests from which lanes are quicker than one process.
-WORTH_LANES = 60.0
+#: Files and folders of tests beyond which lanes are quicker than one process.
+FEW = 3
 ROOT = Path(__file__).resolve().parents[2]
 #: Files that can change any test.
 ALL = re.compile(r"pyproject\.toml|tests/conftest\.py|tests/support/__init__\.py")
@@ -107,10 +106,7 @@ def main(base: str) -> int:
     paths = [str(file) for path in chosen for file in sorted(ROOT.glob(path))]
     folders = {path for path in paths if Path(path).is_dir()}
     paths = [path for path in paths if str(Path(path).parent) not in folders]
-    long = sum(
-        seconds for file, seconds in run_times.seconds_of_files().items() if file.startswith(tuple(paths))
-    )
-    options = ["-n", str(LANES), "--dist", "loadfile"] if long > WORTH_LANES else []
+    options = ["-n", str(LANES), "--dist", "loadfile"] if len(paths) > FEW else []
     return subprocess.call([sys.executable, "-m", "pytest", "-q", *options, *paths], cwd=ROOT)
 
 

@@ -6,7 +6,7 @@ each of its axes, or stands in ``NOT_COMPARED`` with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -50,15 +50,23 @@ from trilith.layers import (
     token_places,
     use_float8,
 )
-from trilith.parallel_state import Layout, Normal, ParallelState, alone_or, local
+from trilith.layers.collectives import own_piece
+from trilith.parallel_state import (
+    Layout,
+    Normal,
+    ParallelState,
+    alone_or,
+    declarations,
+    finalize_gradients,
+    local,
+)
 from trilith.parallel_state.engine import local_data
-from trilith.testing.layouts import roughen
-
-from support.compare_layers import Make, compare_with_one_device
+from trilith.testing.layouts import as_pieces, differences, roughen
 
 #: Whether a rank's piece of an activation is that between the blocks, of its features, or all of it.
 Piece = Literal["between", "features", "whole"]
 State = ParallelState | None
+Make = Callable[[State], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -79,23 +87,68 @@ class Row:
     slow: Sequence[Layout] = ()
 
     def compare(self, state: ParallelState) -> None:
-        """Compare on this rank; ``make`` finds fp64 as the default."""
+        """Run the layer whole and, on this rank, in parts, forward and backward; ``make`` finds fp64 as the
+        default. Gradients start from random numbers of the output's shape. Asserts that nothing differs by
+        more than ``tolerance``, relative to the largest element of what is compared.
+        """
         pieces: dict[Piece, int | None] = {
             "between": 1 if state.sequence else None,
             "features": -1,
             "whole": None,
         }
+        enters, leaves = pieces[self.enters], pieces[self.leaves]
         torch.set_default_dtype(torch.float64)
         torch.manual_seed(0)
         x = torch.randn(self.shape) if self.ids is None else self.ids
-        compare_with_one_device(
-            lambda s: roughened(self.make(s), s),
-            x,
-            state,
-            input_dim=pieces[self.enters],
-            output_dim=pieces[self.leaves],
-            tolerance=self.tolerance,
-        )
+        whole, mine = made_alike(lambda s: roughened(self.make(s), s), state)
+        x_whole, x_mine = x.clone(), _piece(x, enters, state).clone()
+        if self.ids is None:
+            x_whole.requires_grad_(), x_mine.requires_grad_()
+        y_whole, y_mine = _outputs(whole(x_whole)), _outputs(mine(x_mine))
+        seeds = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in y_whole]
+        for number, (a, b) in enumerate(zip(y_whole, y_mine, strict=True)):
+            self._check(f"output {number}", _piece(a, leaves, state), b)
+        torch.autograd.backward(y_whole, seeds)
+        torch.autograd.backward(y_mine, [_piece(seed, leaves, state) for seed in seeds])
+        finalize_gradients(mine, state=state)
+        if self.ids is None:
+            assert x_whole.grad is not None and x_mine.grad is not None
+            self._check("input's gradient", _piece(x_whole.grad, enters, state), x_mine.grad)
+        stated, parameters = declarations(mine), dict(mine.named_parameters())
+        assert stated.keys() == dict(whole.named_parameters()).keys()
+        for name, parameter in whole.named_parameters():
+            held = stated[name].box(state.layout, state.at)
+            box = stated[name].true_part(held)  # how much padding there is depends on the layout
+            mine_only = box.within(held).slices
+            same = torch.equal(parameter.detach()[box.slices], local_data(parameters[name])[mine_only])
+            assert same, f"{name} starts otherwise"
+            grad = parameters[name].grad
+            if stated[name].buffer:
+                assert parameter.grad is None and grad is None, f"{name} has a gradient"
+                continue
+            assert parameter.grad is not None and grad is not None, f"{name} has no gradient"
+            self._check(f"{name}'s gradient", parameter.grad[box.slices], local_data(grad)[mine_only])
+
+    def _check(self, what: str, expected: Tensor, part: Tensor) -> None:
+        """Compare one tensor by itself: then nothing counts as larger than it is."""
+        ((_, worst),) = differences({what: expected.detach()}, [as_pieces({what: part.detach()})])
+        assert worst <= self.tolerance, f"{what} differs by {worst:.2e}"
+
+
+def made_alike(make: Make, state: ParallelState, *, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """Make the layer on one device and this rank's part of it with the same weights; ``make`` makes each."""
+    torch.manual_seed(seed)
+    whole = make(None)
+    torch.manual_seed(seed)
+    return whole, make(state)
+
+
+def _piece(x: Tensor, dim: int | None, state: ParallelState) -> Tensor:
+    return x if dim is None else own_piece(x, dim % x.ndim, state)
+
+
+def _outputs(y: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (y,) if isinstance(y, Tensor) else tuple(y)
 
 
 def compare_rows(layout: Layout, names: Sequence[str]) -> None:
@@ -308,6 +361,7 @@ ATTENTION = (
         (*TWO, *CONTEXT),
         tolerance=1e-12,
     ),
+    Row("adapters around one key head", lambda s: _adapted(_attention(s, 4, 1)), TWO, tolerance=1e-12),
     Row("attention with sinks", lambda s: _attention(s, 4, 2, sinks=True), CONTEXT, tolerance=1e-12),
     Row(
         "attention to one key head with biases by distance in documents, and norms of each head's own",
@@ -329,6 +383,13 @@ ATTENTION = (
     ),
 )
 
+
+def _adapted(mixer: Mixer) -> Mixer:
+    for _, linear in linears(mixer.layer):
+        attach_lora(linear, r=2, alpha=4)
+    return mixer
+
+
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
 
 
@@ -337,9 +398,8 @@ def latent(s: State, q_lora_rank: int | None, *, adapters: bool = False) -> Mixe
     sizes: dict[str, Any] = {"q_lora_rank": q_lora_rank, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE}
     sizes |= {"qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
     layer = MultiHeadLatentAttention(12, heads=HEADS, **sizes, bias=True, state=s)
-    for _, linear in linears(layer) if adapters else ():
-        attach_lora(linear, r=2, alpha=4)
-    return Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))
+    mixer = Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))
+    return _adapted(mixer) if adapters else mixer
 
 
 LATENT = tuple(

@@ -53,6 +53,7 @@ from support.short_training import (
     Outcome,
     Parts,
     build_rank,
+    outcomes,
     rank_batch,
     relative_differences,
 )
@@ -99,14 +100,8 @@ HELD: dict[str, Any] = {"tolerance": None, "sends": False, "holds": (0.99,), "si
 
 #: The short names of axes; the other words are true or not.
 _AXES = {
-    **{"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "zero": "zero"},
-    **{
-        "sp": "sequence",
-        "ring": "ring",
-        "copies": "data_replicate",
-        "loop": "virtual_stages",
-        "v": "v_shape",
-    },
+    **{"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "sp": "sequence"},
+    **{"zero": "zero", "ring": "ring", "copies": "data_replicate", "loop": "virtual_stages", "v": "v_shape"},
 }
 
 
@@ -249,7 +244,7 @@ class _Run:
         self.live = LiveBytes()
         with self._holding():
             self.parts = _started(self.case, self.state)
-        self.record.initial = self._shares(whole=self.case.layout.world == 1)
+        self.record.initial = self._shares(whole=False)
         batches = [rank_batch(self.case, number, self.state) for number in range(4)]
         if self.trains or self.case.layout.pipeline > 1:
             self._first_step(batches[0])
@@ -414,11 +409,7 @@ def one_device(cases: Sequence[Case]) -> list[Outcome]:
     """Return the outcomes of the cases' training on one device, each made once for all layouts."""
     missing = {repr(alone(case)): alone(case) for case in cases if repr(alone(case)) not in _ONE_DEVICE}
     if missing:
-        rows = [Row(key, case, **COMPARED) for key, case in missing.items()]
-        (records,) = run_parallel(observe, 1, rows, "-", timeout=_seconds(rows))
-        for key, record in zip(missing, records, strict=True):
-            shares = (record.gradients, record.initial, record.parameters)
-            _ONE_DEVICE[key] = Outcome(record.losses, record.norms, *(assembled([one]) for one in shares))
+        _ONE_DEVICE.update(zip(missing, outcomes([*missing.values()]), strict=True))
     return [_ONE_DEVICE[repr(alone(case))] for case in cases]
 
 
@@ -452,9 +443,7 @@ class Layouts:
 
     def __init__(self, *table: Row | Iterable[Row], at_once: int = 16) -> None:
         self.rows, self.at_once = rows_of(table), at_once
-        names = [row.why for row in self.rows]
-        if len({*names}) < len(names):
-            raise ValueError(f"two rows are called {sorted({one for one in names if names.count(one) > 1})}")
+        assert len({row.why for row in self.rows}) == len(self.rows), "two rows have the same name"
         self._records: dict[str, Record | Exception] = {}
         self._failed: dict[str, _Call] = {}
         self._peaks: dict[str, dict[int, int]] = {}

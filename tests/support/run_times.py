@@ -7,14 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 #: Seconds that a test function takes, all its parameters together, from which ``--quick`` leaves it out.
 LONG = 0.5
 #: The functions that took so long when ``make seconds`` was last run, and the sum of all others.
 SECONDS = Path(__file__).parent.parent / "seconds.txt"
-#: Where pytest's cache keeps the functions that took long since then.
-KEY = "trilith/long_functions"
 #: Seconds of a session from which it ends with where they went.
 _WORTH_A_SUMMARY = 60.0
 
@@ -33,11 +29,6 @@ def known() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in lines if name != "others"}
 
 
-def long_functions(cache: pytest.Cache | None) -> set[str]:
-    """Return the functions that took long when ``make seconds`` was last run, or here since then."""
-    return {*known(), *(cache.get(KEY, []) if cache else [])}
-
-
 def seconds_of_files() -> Mapping[str, float]:
     """Return the seconds that a file's long functions take together; 0 for a file that has none."""
     return _by_file(known())
@@ -48,13 +39,6 @@ def _by_file(functions: Mapping[str, float]) -> defaultdict[str, float]:
     for function, seconds in functions.items():
         files[file_of(function)] += seconds
     return files
-
-
-def remember(took: Mapping[str, float], cache: pytest.Cache | None) -> None:
-    """Keep in pytest's cache which functions took long in this session."""
-    if cache is not None:
-        long = {name for name, seconds in took.items() if seconds >= LONG}
-        cache.set(KEY, sorted({*cache.get(KEY, []), *long}))
 
 
 def table(took: Mapping[str, float]) -> str:

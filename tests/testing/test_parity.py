@@ -160,37 +160,17 @@ def test_the_command(folders, capsys):
     [
         (["--tensor", "3"], "tensor: expected a divisor of num_attention_heads=4, found 3"),
         (["--device", "cuda"], "device: cuda: expected a GPU that torch sees"),
-        (["--device", "gpu"], "device: expected auto, cpu or cuda"),
         (["--sequence-length", "65"], "--sequence-length: expected at most 64"),
         (["--data", "2", "--samples", "3"], "--samples: expected a multiple of data=2"),
-        (
-            ["--tensor", "2", "--sequence-parallel", "--sequence-length", "15"],
-            "--sequence-length: expected a multiple of tensor=2",
-        ),
-        (["--dtype", "int8"], "--dtype"),
-        (["--pipeline", "2", "--schedule", "zag"], "schedule: expected one of gpipe, 1f1b"),
-        (
-            ["--pipeline", "2", "--schedule", "zbv", "--virtual-stages", "3"],
-            "virtual_stages: expected 2, one on the way down and one on the way up, found 3",
-        ),
-        (["--pipeline", "2", "--virtual-stages", "2"], "virtual_stages: expected 1 with 1f1b, found 2"),
+        (["--tensor=2", "--sequence-parallel", "--sequence-length=15"], "expected a multiple of tensor=2"),
         (["--pipeline", "2", "--split", "2,4"], "split: expected 2 counts of at least 1 that add up to 5"),
         (["--pipeline", "2", "--split", "a"], "--split: expected whole numbers, such as 8 or 3,2, found 'a'"),
-        (
-            ["--pipeline", "2", "--schedule", "dualpipev", "--samples", "2"],
-            "expected at least 4 with dualpipev over pipeline=2, found 2",
-        ),
+        (["--pipeline=2", "--schedule=dualpipev", "--samples=2"], "expected at least 4 with dualpipev"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(folders, arguments, says, capsys):
     assert run(["parity", str(folders / "llama"), *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_a_folder_with_a_hole_is_refused_as_everywhere(altered, capsys):
-    folder = altered("model.norm.weight", 0, torch.nan)
-    assert run(["parity", str(folder), "--samples", "2", "--sequence-length", "8"]) == 2
-    assert "finite" in capsys.readouterr().err
 
 
 def test_a_sharded_folder_is_refused_with_the_way_to_one_that_transformers_reads(folders, tmp_path, capsys):
