@@ -94,34 +94,6 @@ def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(tmp
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]
 
 
-def write_if_first(name, mine, start, answers):
-    start.wait()
-    try:
-        with TokenWriter(name, vocab_size=300) as writer:
-            for _ in range(200):
-                writer.add([mine] * 50)
-            writer.commit()
-        answers.put(mine)
-    except BadInput:
-        answers.put(None)
-
-
-def test_f13_exactly_one_of_racing_processes_writes(tmp_path):
-    context = multiprocessing.get_context("fork")
-    for attempt in range(5):
-        start, answers = context.Barrier(4), context.Queue()
-        name = tmp_path / f"data{attempt}"
-        racers = [context.Process(target=write_if_first, args=(name, i, start, answers)) for i in range(4)]
-        for racer in racers:
-            racer.start()
-        won = [answer for answer in (answers.get(timeout=60) for _ in racers) if answer is not None]
-        for racer in racers:
-            racer.join()
-        assert len(won) == 1
-        assert set(TokenFile.open(name).tokens.tolist()) == set(won)
-    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
-
-
 def write_and_die(name, after):
     renames = 0
 
