@@ -1,13 +1,12 @@
 """A module that is not the zoo's is planned from a trace of it: its bytes, sends and refusals."""
 
-import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.strangers import STUBS
+from support.strangers import CUSTOM, STUBS
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -17,37 +16,26 @@ from trilith.testing import collectives_of, run_parallel
 from trilith.training import Precision, Step, shard_batch, shard_over_data
 
 
-def example():
-    path = Path(__file__).parents[2] / "examples" / "custom_model.py"
-    spec = importlib.util.spec_from_file_location("custom_model_to_plan", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     "layout",
     [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout.of(tensor=2, data=4, zero=3)],
     ids=str,
 )
 def test_the_example_has_a_dry_run_in_any_layout(layout):
-    custom = example()
-    plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
+    plan, alone = CUSTOM.dry_run(layout), CUSTOM.dry_run(Layout())
     state = ParallelState.stand_in(layout)
     with torch.device("meta"):
-        held = rank_parameters(custom.Transcriber(state=state), state).every
+        held = rank_parameters(CUSTOM.Transcriber(state=state), state).every
     assert plan.moments == 2 * 4 * held.trained_stored
     assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
 
 
 def test_the_example_sends_what_its_layers_send():
     """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
-    custom = example()
     state = ParallelState.stand_in(Layout(tensor=2))
     with torch.device("meta"):
-        model = custom.Transcriber(state=state)
-    sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=custom.batch(0), loss=custom.loss)
+        model = CUSTOM.Transcriber(state=state)
+    sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
     count = {traffic.what: traffic.count for traffic in sent if traffic.axis == "tensor"}
     assert count["forward"] == 4 * 2 + 2 + 1 + 2  # sums of row-parallel products; the embedding; the loss
     assert count["backward"] == 4 * 2 + 2 * 2 + 1  # q and k, v apart; the output layer
@@ -169,22 +157,22 @@ def test_samples_and_loss_are_asked_for():
 
 def sums_of_a_step(layout):
     """Return the all-reduces of steps of two and of four micro-batches: launched, planned over replicas."""
-    custom, counts = example(), []
+    counts = []
     state = ParallelState.start(layout)
-    model, plain = (custom.Transcriber(state=state) for _ in range(2))
+    model, plain = (CUSTOM.Transcriber(state=state) for _ in range(2))
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
-    step = Step(model, custom.loss, micro_batch=1, state=state)
+    step = Step(model, CUSTOM.loss, micro_batch=1, state=state)
     for count in (2, 4):
-        samples = shard_batch(custom.batch(0, samples=count * layout.data), state)
+        samples = shard_batch(CUSTOM.batch(0, samples=count * layout.data), state)
         step(samples)  # which makes the pipeline ready
         model.zero_grad()
         launched = collectives_of(partial(step, samples))["all_reduce"]
         model.zero_grad()
         work = Work(state, 32, 8, 1, count, fused=False)
         with pytest.raises(BadInput, match="before shard_over_data"):  # FSDP would gather the weights
-            step_traffic(work, model, samples=custom.batch(0), loss=custom.loss)
-        sent = step_traffic(work, plain, samples=custom.batch(0), loss=custom.loss)
+            step_traffic(work, model, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
+        sent = step_traffic(work, plain, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
         counts.append((launched, sum(traffic.count for traffic in sent if traffic.axis == "replicas")))
     return counts
 
