@@ -221,7 +221,6 @@ test_token_files_that_do_not_fit_are_refused = refusals(
     offsets("past-the-end", [0, 3, 4, 10], "0 to 9"),
     offsets("too-few", [0, 3, 9], "shape"),
     offsets("floats", [0.0, 3, 4, 9], "int64"),
-    offsets("pickle-is-never-loaded", np.array([0, 3, 4, None]), "int64"),
     offsets("pickle-is-not-run", lambda f: np.array([0, 3, 4, MakesAFolder(f / "ran")]), "int64"),
     offsets("changed-by-hand", [0, 2, 4, 9], "sha256", rehash=False),
     offsets("far-too-long", np.zeros(4000), "bytes"),

@@ -170,12 +170,6 @@ def test_every_order_of_four_samples_is_about_as_likely():
     assert ((counts - 100.0) ** 2 / 100).sum() < 60  # chi-square with 23 degrees: 60 is one in 30,000
 
 
-def test_neighbours_do_not_stay_together():
-    order = permute(np.arange(100_000), 100_000, 5, 0)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
-    assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
-
-
 def test_the_order_is_fixed_for_all_time():
     """A run resumed years later must find its samples where they were."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [7, 8, 5, 0, 2, 9, 3, 6, 4, 1]

@@ -250,6 +250,14 @@ def test_figures_have_four_digits(value, text):
     assert shown_figure(value) == text
 
 
+def late(call, seconds):
+    def wrapped(*given, **named):
+        time.sleep(seconds)
+        return call(*given, **named)
+
+    return wrapped
+
+
 def _slow_gathers_and_sums():
     """Delay each gather of a block by 10 ms and each sum by 30 ms; return what is clocked, after one pass
     and after a second one that is not clocked.
@@ -259,31 +267,18 @@ def _slow_gathers_and_sums():
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     modules = engine.fsdp_modules(model.layers)
-    for group in engine.fully_sharded._groups(modules):
-        gather, total = group._all_gather_comm, group._reduce_scatter_comm
-        group._all_gather_comm, group._reduce_scatter_comm = _Late(gather, 0.01), _Late(total, 0.03)
+    group = next(iter(engine.fully_sharded._groups(modules)))
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    with engine.clocked(modules) as spent:
+    with pytest.MonkeyPatch.context() as patch:
+        for collective, seconds in ((group._all_gather_comm, 0.01), (group._reduce_scatter_comm, 0.03)):
+            patch.setattr(type(collective), "__call__", late(type(collective).__call__, seconds))
+        with engine.clocked(modules) as spent:
+            model(ids).sum().backward()
+        once = dict(spent)
         model(ids).sum().backward()
-    once = dict(spent)
-    model(ids).sum().backward()
     wrapped = any("unshard" in vars(group) for group in engine.fully_sharded._groups(modules))
     each = {name: seconds / len(modules) for name, seconds in once.items()}
     return each, {name: seconds - once[name] for name, seconds in spent.items()}, wrapped
-
-
-class _Late:
-    """Be a collective of FSDP that begins some seconds later."""
-
-    def __init__(self, collective, seconds):
-        self.collective, self.seconds = collective, seconds
-
-    def __getattr__(self, name):
-        return getattr(self.collective, name)
-
-    def __call__(self, **arguments):
-        time.sleep(self.seconds)
-        return self.collective(**arguments)
 
 
 def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else():

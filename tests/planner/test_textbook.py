@@ -1,8 +1,9 @@
-"""The figures that textbooks and tutorials print, from the functions that compute a plan."""
+"""The figures that textbooks and tutorials print, from the functions that compute a plan; others by hand."""
 
 import pytest
+from support.configs import config
 from support.topics import values
-from trilith.models import published_size
+from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble
 from trilith.planner import Work, plan_memory
@@ -113,3 +114,38 @@ def test_training_flops_of_llama_3_70b():
     assert run["C"] == 6.3e24
     assert round(run["days"]) == 90 and round(run["hours"], -3) == 4_424_000
     assert (run["price"], run["energy"]) == (2 * run["hours"], pytest.approx(0.7 * run["hours"]))
+
+
+def planned(**changes):
+    """Plan the memory of a larger model on one of many ranks, without any process."""
+    raw = config("held/llama", hidden_size=512, layers=8, intermediate_size=1536)
+    layout, length = changes.pop("layout", Layout()), changes.pop("length", 256)
+    family = family_of(raw)
+    state = ParallelState.stand_in(layout)
+    model = family.build(family.from_hf(raw), state=state)
+    work = Work(state, model.config.hidden_size, length, 2, 8, **({"compute": 2} | changes))
+    return plan_memory(work, model)
+
+
+def test_offload_moves_to_the_host_what_rests():
+    on, off = planned(offload=True), planned()
+    assert (on.weights, on.moments) == (0, 0)
+    assert on.host == off.weights + off.moments + off.weights  # the sums, too
+    assert on.gathered == off.gathered and on.total < off.total
+
+
+def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once():
+    alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4, 8))
+    # Flash attention over whole rows keeps the state of a random generator in each of the 8 blocks, 24 bytes;
+    # the loss is one number.
+    assert [(alone.activations - 8 * 24) / plan.activations for plan in cut] == [2, 4, 8]
+    assert [(alone.logits - 8) / (plan.logits - 8) for plan in cut] == [2, 4, 8]
+    more = []
+    for ranks in (16, 32):
+        gathered, ring = (
+            planned(layout=Layout.of(context=ranks, ring=ring), length=2**16, compute=4).block
+            for ring in (False, True)
+        )
+        more.append((gathered - ring) / (2 * 2**16 // ranks))
+    # A token's keys and values of two heads, and their gradients, for each rank more.
+    assert more[1] - more[0] == 16 * 2 * 2 * (512 // 8) * (4 + 4)

@@ -15,7 +15,6 @@ from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.models import GPT2Config, published_size
-from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
 from trilith.recipes.recipe_text import commented_recipe
@@ -186,13 +185,6 @@ SMALL = {"vocab_size": 131, "num_hidden_layers": 2}
 
 def recipe_of(tmp_path, model, **changes):
     return {**tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes), "model": model}
-
-
-def test_a_dry_run_of_a_size_counts_the_published_parameters(tmp_path):
-    write_tokens(tmp_path / "tokens")
-    found = dry_run(parse_recipe(recipe_of(tmp_path, {"size": "llama-3.2-1b"}, layout={"tensor": 8})))
-    assert found.parameters == 1_235_814_400
-    assert found.notes == []
 
 
 def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path):
