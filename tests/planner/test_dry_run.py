@@ -277,9 +277,3 @@ def test_a_frozen_end_of_a_model_has_no_second_part_of_a_backward(small):
     adapters = ["model.init_from=absent", "lora.r=8", "layout.pipeline=2", "layout.schedule=zbv"]
     plan = dry_run(load_recipe(small, [*adapters, "layout.data=1", "layout.zero=0"]))
     assert 0 < plan.rank.trained < plan.rank.parameters / 10
-
-
-def test_a_chunked_loss_is_refused_with_gpipe(small, capsys):
-    overrides = ["memory.loss_chunk=64", "layout.schedule=gpipe"]
-    assert run(["train", str(small), "--dry-run", *overrides]) == 2
-    assert "memory.loss_chunk" in capsys.readouterr().err

@@ -115,6 +115,7 @@ def refused_model(why, model, says):
 
 
 ROW = r"data\.sequence_length"
+GPIPE = "layout.pipeline=2 layout.schedule=gpipe"
 ROW_OF_30 = "data.sequence_length=30"
 LLAMA_1B = {"size": "llama-3.2-1b"}
 UNREAD = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
@@ -156,6 +157,7 @@ test_a_bad_recipe_is_refused = refusals(
         refused(f"{key} alone", f"{key}={text}", f"{key}: expected .* beside it, found")
         for key, text in (("memory.checkpoint_every", 2), ("watch.activation_norms", "true"))
     ),
+    refused("loss", f"memory.loss_chunk=64 {GPIPE}", "loss_chunk: .* 0 with layout.schedule=gpipe, or 1f1b"),
     # As other trainers write them.
     refused("learning rate", "optimizer.learning_rate=1", r"Nearest: optimizer\.lr$"),
     refused("batch size", "data.batch_size=1", r"Nearest: data\.global_batch$"),

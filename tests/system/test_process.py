@@ -5,8 +5,12 @@ import mmap
 import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
+from trilith.parallel_state.process_groups import own_device
 from trilith.system import (
     OverLimit,
     bounded,
@@ -16,10 +20,11 @@ from trilith.system import (
     process_info,
     quiet_libraries,
     search_garbage_rarely,
-    search_less_often,
     whole_number,
 )
+from trilith.system.freed_blocks import LARGE, return_large_blocks
 from trilith.system.process_info import own_memory, start_of
+from trilith.testing import run_fresh
 
 
 @pytest.mark.parametrize("text", ["", "²", "٨", "1_0", "+1", "-1", "max", "9" * 19, "9" * 5000])
@@ -57,6 +62,10 @@ def make_objects():
     return [[number] for number in range(1000)]
 
 
+class Node:
+    """Be garbage that only a search finds."""
+
+
 def seen_by_a_search(objects):
     """Count the objects that are not hidden from a search."""
     seen = set(map(id, gc.get_objects()))
@@ -71,7 +80,12 @@ def test_nothing_else_searches_until_the_end(searches):
         searches.clear()
         make_objects()
         assert searches == []
+        node = Node()
+        node.itself = node
+        gone = weakref.ref(node)
+        del node
         search(True)
+        assert gone() is None, "garbage is freed, and not hidden"
         search(False)
         assert searches == [2, 0]
         make_objects()
@@ -104,25 +118,6 @@ def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(sea
 
 
 @in_a_new_process
-def test_garbage_is_freed(searches):
-    class Node:
-        freed = 0
-
-        def __init__(self):
-            self.itself = self
-
-        def __del__(self):
-            Node.freed += 1
-
-    with manual_gc() as search:
-        for count, everywhere in enumerate((True, False, True)):
-            Node()
-            assert Node.freed == count
-            search(everywhere)
-            assert Node.freed == count + 1
-
-
-@in_a_new_process
 def test_what_the_caller_has_hidden_stays_hidden(searches):
     gc.freeze()
     hidden = gc.get_freeze_count()
@@ -140,14 +135,6 @@ def test_what_a_template_has_hidden_is_not_counted_and_stays_hidden(searches):
         patch.setattr(gc, "get_freeze_count", None)  # it walks over all that is hidden
         search(True)
     assert hidden - 100 < gc.get_freeze_count() <= hidden
-
-
-@in_a_new_process
-def test_a_start_can_search_less_often(searches):
-    search_less_often()
-    searches.clear()
-    make_objects()
-    assert searches == []
 
 
 @in_a_new_process
@@ -236,3 +223,38 @@ def test_numbers_that_cannot_be_read_are_none(tmp_path, monkeypatch, text):
     (tmp_path / "self" / "statm").write_text(text)
     monkeypatch.setattr(process_info, "_PROC", tmp_path)
     assert own_memory() is None
+
+
+BLOCKS = 30
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_blocks_between_others(started):
+    """Print whether freed blocks have gone back; blocks that stay lie behind each in the heap."""
+    torch.ones(
+        3 * LARGE, dtype=torch.uint8
+    )  # from when this is freed, glibc by itself keeps smaller blocks in its heap
+    if started:
+        own_device("cpu")  # as every ``ParallelState.start``
+    before = resident()
+    blocks, others = [], []
+    for _ in range(BLOCKS):
+        blocks.append(torch.ones(LARGE, dtype=torch.uint8))
+        others.append(torch.ones(LARGE // 8, dtype=torch.uint8))
+    blocks.clear()
+    left = resident() - before - sum(x.nbytes for x in others)
+    print("gone" if left < BLOCKS * LARGE / 10 else f"left: {left:,} bytes", flush=True)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_blocks_that_a_started_rank_frees_go_back_to_the_system(started):
+    (code,) = run_fresh(free_blocks_between_others, 1, started, process_group=False)
+    assert code == 0 and ("gone" in code.output) == started, code.output
+
+
+def test_a_threshold_of_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=8388608")
+    assert not return_large_blocks()
