@@ -106,14 +106,9 @@ def alone(folders):
         (LAYOUTS[0], ("llama-kv1", "gpt2")),
         (LAYOUTS[1], ("llama", "mistral")),
         (LAYOUTS[2], ("llama",)),
-        *(
-            pytest.param(layout, names, marks=pytest.mark.slow)
-            for layout, names in zip(
-                LAYOUTS,
-                (("llama", "mistral"), ("llama-kv1", "gpt2"), ("llama-kv1", "mistral", "gpt2")),
-                strict=True,
-            )
-        ),
+        pytest.param(LAYOUTS[0], ("llama", "mistral"), marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[1], ("llama-kv1", "gpt2"), marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[2], ("llama-kv1", "mistral", "gpt2"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
