@@ -210,10 +210,13 @@ def test_where_nothing_suffices_it_says_what_was_tried(small):
         dry_run(load_recipe(small, [*least, config]), device=1_000_000).check("here")
 
 
-def test_what_is_frozen_costs_no_gradients_in_the_flops():
+def test_what_is_frozen_costs_no_gradients_in_the_flops(small):
     """The run's MFU takes them from the same function."""
     adapters = dry_run(load_recipe(RECIPES / "lora-llama-3.1-8b-1gpu.toml"))
     assert adapters.flops.trained == 2 * adapters.rank.trained
+    frozen = load_recipe(small, ["optimizer.groups=[{match='mlp', freeze=true}]"])
+    spared = dry_run(load_recipe(small)).flops.full - dry_run(frozen).flops.full
+    assert spared == 2 * 6 * 3 * 256 * 1024
 
 
 def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(small, capsys):

@@ -32,7 +32,7 @@ def test_a_plan_says_what_it_assumed(capsys):
     assert "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s in" in shown
     least, usual, most = TIMES_SLOWER
     shown = " ".join(shown.split())
-    assert re.search(r"MFU ([\d.]+)% of 989 TFLOP/s, .*if", shown)
+    assert re.search(r"MFU [\d.]+% of 989 TFLOP/s a GPU if the causal half .* [\d.]+% if all", shown)
     assert f"took {least} to {most} times as long as predicted, in the median {usual} times" in shown
     pairs = re.search(r"(\S+) to (\S+) s, (\S+) to (\S+) tokens/s, MFU (\S+)% to (\S+)%", shown)
     assert pairs
