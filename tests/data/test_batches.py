@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.draws import drawn
 from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import batch_at, write_token_file
-from trilith.data import Batch, TokenFile
+from trilith.data import Batch
 from trilith.data.batch import BatchParts
 from trilith.data.batches import GlobalBatches, MicroBatches, Prefetch
 from trilith.data.shuffle import ids_at, positions_of
@@ -143,16 +143,6 @@ def test_the_largest_batch_begins_as_fast_as_any(make):
     assert isinstance(batch, BatchParts) and batch.rows == MOST_ROWS and batch.labels == 8 * MOST_ROWS
     first = next(batch.parts)
     assert torch.equal(first.input_ids, data.rows(3, range(2)).input_ids) and len(first.labels) == 2
-
-
-def test_there_is_no_state_but_the_step(make):
-    file = make("a", 1000)
-    forward = GlobalBatches(file, 8, 4, seed=3)
-    steps = [batch_at(forward, step)[0] for step in range(80)]
-    resumed = GlobalBatches(TokenFile.open(file.path), 8, 4, seed=3)
-    for step in (79, 3, 40, 40):
-        assert torch.equal(batch_at(resumed, step)[0], steps[step])
-    assert not torch.equal(batch_at(GlobalBatches(file, 8, 4, seed=4), 0)[0], steps[0])
 
 
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):

@@ -8,9 +8,6 @@ import shutil
 import struct
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.draws import drawn
 from trilith.data.text import parquet_and_arrow, tokenizer_loading
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat
@@ -61,20 +58,8 @@ def zstd_bomb(unit, blocks):
     header = struct.pack("<I", 0xFD2FB528) + bytes([0b0000_0000, (20 - 10) << 3])
     last = blocks - 1
     return header + b"".join(
-        struct.pack("<I", (2**17 << 3) | 0b010 | (number == last))[:3] + bytes([unit])
-        for number in range(blocks)
+        struct.pack("<I", (2**17 << 3) | 0b010 | (number == last))[:3] + unit for number in range(blocks)
     )
-
-
-@settings(max_examples=drawn(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(blocks=st.integers(20_000, 30_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
-def test_a_zstandard_bomb_is_refused_in_little_memory(tmp_path, blocks, unit, lines):
-    """Files of 80 KB to 120 KB become 2.6 to 4 GB, as one long document or as empty lines."""
-    path = tmp_path / ("bomb.jsonl.zst" if lines else "bomb.txt.zst")
-    path.write_bytes(zstd_bomb(unit, blocks))
-    said, grew = outcome(read_all, path)
-    assert said.startswith(str(path)) and "at most" in said
-    assert grew < ROOM
 
 
 #: A frame with a window that is wider than the program's.
@@ -84,16 +69,20 @@ WIDE_WINDOW = struct.pack("<I", 0xFD2FB528) + bytes([0, (31 - 10) << 3]) + b"\x0
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
+        # 80 KB that become 2.6 GB, as one long document, as a long line or as empty lines.
+        ("bomb.txt.zst", zstd_bomb(b"a", 20_000), "at most"),
+        ("line.jsonl.zst", zstd_bomb(b"a", 20_000), "at most"),
+        ("bomb.jsonl.zst", zstd_bomb(b"\n", 20_000), "at most"),
         ("bomb.txt.gz", gzip.compress(b"a" * 2**20) * 400, "at most"),
         ("wide.txt.zst", WIDE_WINDOW, "zstandard"),
     ],
-    ids=["gzip-bomb", "wide-window"],
+    ids=["zstandard-bomb", "of-a-line", "of-lines", "gzip-bomb", "wide-window"],
 )
 def test_a_file_that_would_need_much_memory_is_refused_in_little(tmp_path, name, content, says):
     path = tmp_path / name
     path.write_bytes(content)
     said, grew = outcome(read_all, path)
-    assert says in said and grew < ROOM
+    assert said.startswith(str(path)) and says in said and grew < ROOM
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -187,26 +176,6 @@ def ask(folder, text):
     assert isinstance(loaded, FolderTokenizer)
     loaded.backend.chat_template = text
     loaded.chat([{"role": "user", "content": "a"}])
-
-
-@settings(max_examples=drawn(24), deadline=None)
-@given(
-    text=st.recursive(
-        st.sampled_from(["{{ 'ab' * 9 }}", "{{ 2 ** 9 }}", "x"]),
-        lambda inner: st.builds(
-            "{{% for i in range({}) %}}{}{{% endfor %}}".format, st.sampled_from([3, 99, 99999]), inner
-        ),
-        max_leaves=4,
-    )
-)
-def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder, text):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_loading, "TEMPLATE_SECONDS", 0.1)
-        patch.setattr(tokenizer_loading, "TEMPLATE_MEMORY", 2**27)
-        try:
-            ask(folder, text)
-        except BadInput as error:
-            assert "template" in str(error) or "characters" in str(error)
 
 
 def meet_limits():

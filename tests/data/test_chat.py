@@ -75,6 +75,8 @@ def test_only_what_the_assistant_says_is_learnt(tokenizer, tmp_path, text):
         TALK, chat_template=text, return_dict=True, tokenizer_kwargs={"split_special_tokens": False}
     )
     assert ids == theirs["input_ids"]
+    _, targets = found.encode(Conversation(TALK, prompt_length=4), "here")
+    assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"], "of a prompt nothing"
 
 
 def test_both_ways_agree_where_a_token_reaches_over_the_edge(tokenizer, tmp_path):
@@ -88,12 +90,6 @@ def test_both_ways_agree_where_a_token_reaches_over_the_edge(tokenizer, tmp_path
     again, marks = template(tokenizer, tmp_path, marked).encode(conversation, "here")
     assert ids == again and targets.tolist() == marks.tolist()
     assert [text.lstrip(" ") for text in learnt(tokenizer, ids, targets)] == ["the end\n"] * 2
-
-
-@pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
-def test_of_a_prompt_nothing_is_learnt_whoever_speaks(tokenizer, tmp_path, text):
-    ids, targets = template(tokenizer, tmp_path, text).encode(Conversation(TALK, prompt_length=4), "here")
-    assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["trained with the template", "template added later"])

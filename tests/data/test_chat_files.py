@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import signal
-from functools import partial
 
 import pyarrow
 import pyarrow.parquet
@@ -28,7 +27,6 @@ from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.parallel_state import PeerFailed
 from trilith.testing import run_fresh
 
 TEMPLATE = (
@@ -154,21 +152,6 @@ def test_an_interrupted_job_of_other_input_or_template_begins_anew(folder, tmp_p
     assert whole > 1 and bytes_of(out) == bytes_of(fresh.path)
 
 
-def test_a_dead_worker_costs_only_what_was_on_the_way(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
-    monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 2000)
-    path = write_json_lines(tmp_path / "in.jsonl", talks(100))
-
-    def fail(done, tokens):
-        raise PeerFailed("a worker died")
-
-    with pytest.raises(PeerFailed):
-        tokenize([path], folder, tmp_path / "out", chat=Chat(), workers=1, on_progress=fail)
-    again = partial(tokenize, [path], folder, chat=Chat(), workers=1)
-    left = counted(monkeypatch, lambda: again(out=tmp_path / "out"))
-    assert left == counted(monkeypatch, lambda: again(out=tmp_path / "b")) - 1
-
-
 #: What the template with marks says of an answer, and what others do.
 ANSWER = "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
 TIGHT, SHORT, SPOKEN = (
@@ -233,19 +216,15 @@ def test_the_command_warns(chatml, tmp_path, capsys, template, expected):
 
 
 def test_the_command_loads_the_tokenizer_once_for_all_that_it_says(chatml, tmp_path, capsys, monkeypatch):
-    words = [
-        "tokenize",
-        str(write_talks(tmp_path / "in.jsonl")),
-        "--tokenizer",
-        str(chatml),
-        "--workers",
-        "1",
-    ]
-    words += ["--chat-template", str(tmp_path / "chat.jinja"), "--out", str(tmp_path / "out"), "--show", "4"]
+    write_talks(tmp_path / "in.jsonl")
     (tmp_path / "chat.jinja").write_text(SHORT)
+    monkeypatch.chdir(tmp_path)
+    words = (
+        f"tokenize in.jsonl --tokenizer {chatml} --workers 1 --chat-template chat.jinja --out out --show 4"
+    )
     loads, load = [], FolderTokenizer.__init__
     monkeypatch.setattr(FolderTokenizer, "__init__", lambda *given: loads.append(given) or load(*given))
-    assert run(words) == 0
+    assert run(words.split()) == 0
     assert capsys.readouterr().out.count("--- sample") == 4
     assert len(loads) == 2  # and once for the job
 

@@ -94,53 +94,29 @@ def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(tmp
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]
 
 
-def write_if_first(name, mine, start, answers):
-    start.wait()
-    try:
-        with TokenWriter(name, vocab_size=300) as writer:
-            for _ in range(200):
-                writer.add([mine] * 50)
-            writer.commit()
-        answers.put(mine)
-    except BadInput:
-        answers.put(None)
+def renames(count, then):
+    """Return a rename that gives so many names, and then does something else."""
+    left = iter(range(count))
 
+    def rename(self, old, new):
+        if next(left, None) is None:
+            then()
+        os.rename(old, new)
 
-def test_f13_exactly_one_of_racing_processes_writes(tmp_path):
-    context = multiprocessing.get_context("fork")
-    for attempt in range(5):
-        start, answers = context.Barrier(4), context.Queue()
-        name = tmp_path / f"data{attempt}"
-        racers = [context.Process(target=write_if_first, args=(name, i, start, answers)) for i in range(4)]
-        for racer in racers:
-            racer.start()
-        won = [answer for answer in (answers.get(timeout=60) for _ in racers) if answer is not None]
-        for racer in racers:
-            racer.join()
-        assert len(won) == 1
-        assert set(TokenFile.open(name).tokens.tolist()) == set(won)
-    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
+    return rename
 
 
 def write_and_die(name, after):
-    renames = 0
-
-    def rename(self, old, new):
-        nonlocal renames
-        if f"{renames} renames" == after:
-            os._exit(9)
-        renames += 1
-        os.rename(old, new)
-
-    pytest.MonkeyPatch().setattr(Disk, "rename", rename)  # never undone: this process ends here
+    die = partial(os._exit, 9)
+    pytest.MonkeyPatch().setattr(Disk, "rename", renames(after or 0, die))  # never undone: this process ends
     with TokenWriter(name, vocab_size=300) as writer:
         writer.add([1, 2, 3])
-        if after == "some tokens":
-            os._exit(9)
+        if after is None:
+            die()
         writer.commit()
 
 
-@pytest.mark.parametrize("after", ["some tokens", "0 renames", "1 renames", "2 renames", "3 renames"])
+@pytest.mark.parametrize("after", [None, *range(4)], ids=["some tokens", *(f"{n} renames" for n in range(4))])
 def test_a_killed_writer_leaves_no_token_file_and_blocks_no_later_one(tmp_path, after):
     process = multiprocessing.get_context("fork").Process(
         target=write_and_die, args=(tmp_path / "data", after)
@@ -157,18 +133,13 @@ def test_a_killed_writer_leaves_no_token_file_and_blocks_no_later_one(tmp_path, 
 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, failing):
-    done = []
-
-    def rename(self, old, new):
-        if len(done) == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done.append(new)
-        os.rename(old, new)
+    def refuse():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     refusal = pytest.raises(DiskFailed, match="cannot be written")
-    with mock.patch.object(Disk, "rename", rename), refusal:
+    with mock.patch.object(Disk, "rename", renames(failing, refuse)), refusal:
         write(tmp_path / "data")
-    assert len(done) == failing and files(tmp_path) == []
+    assert files(tmp_path) == []
     write(tmp_path / "data")
 
 

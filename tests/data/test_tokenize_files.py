@@ -18,8 +18,6 @@ from support.damage import flip_bit
 from support.draws import drawn
 from support.token_files import bytes_of, documents_of, stop_tokenizing, write_json_lines, zstd
 from trilith.cli.app import run
-from trilith.cli.shared.parameters import declared
-from trilith.cli.tokenize import tokenize as command
 from trilith.data import TokenFile, token_writer
 from trilith.data.text import text_and_jsonl, tokenize_files
 from trilith.data.text.text_and_jsonl import read_blocks
@@ -27,8 +25,6 @@ from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput, PeerFailed
-from typer import Typer
-from typer.testing import CliRunner
 
 LIBRARY = Path(string.__file__).parent
 SOURCES = [LIBRARY / f"{name}.py" for name in ("string", "textwrap", "token", "this")]
@@ -57,10 +53,15 @@ def jsonl(path, texts, *, key="text"):
 
 
 def test_a_text_file_is_a_document_ended_by_eos(folder, tokenizer, tmp_path):
-    file = tokenize(SOURCES, folder, tmp_path / "out", workers=1)
+    seen = []
+    file = tokenize(
+        SOURCES, folder, tmp_path / "out", workers=1, on_progress=lambda *figures: seen.append(figures)
+    )
     assert texts_of(file, tokenizer) == [source.read_bytes().decode() for source in SOURCES]
     assert file.index.eos_id == 2 and file.vocab_size == 400
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
+    assert seen == sorted(seen)
+    assert seen[-1] == (sum(source.stat().st_size for source in SOURCES), len(file.tokens))
 
 
 def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(folder, tokenizer, tmp_path):
@@ -102,17 +103,6 @@ def test_the_bytes_do_not_depend_on_workers_or_block_size(folder, tmp_path, monk
         monkeypatch.setattr(read_blocks, "__kwdefaults__", {"size": size})
         tokenize(inputs, model, tmp_path / name, split_paragraphs=True, workers=workers)
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two") == bytes_of(tmp_path / "three")
-
-
-def test_progress_reaches_the_size_of_the_inputs(folder, tmp_path):
-    seen = []
-
-    def note(*figures):
-        seen.append(figures)
-
-    file = tokenize(SOURCES, folder, tmp_path / "out", workers=1, on_progress=note)
-    assert seen == sorted(seen)
-    assert seen[-1] == (sum(source.stat().st_size for source in SOURCES), len(file.tokens))
 
 
 lines = st.lists(st.sampled_from(["", " ", "\t\r", "a", " b", "cc\r", "é", "\x0b"]), max_size=30)
@@ -211,17 +201,12 @@ def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, nam
         tokenize([tmp_path / name], folder, tmp_path / "out", workers=1)
 
 
-def test_the_command(folder, tokenizer, tmp_path):
-    app = Typer()
-    app.command()(declared(command))
+def test_the_command(folder, tokenizer, tmp_path, capsys):
     path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="body")
-    arguments = [str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--json-key", "body"]
-    result = CliRunner().invoke(app, [*arguments, "--workers", "1", "--no-append-eos"])
-    assert result.exit_code == 0, result.output
-    assert "tokens in 2 documents" in result.stdout
+    words = ["tokenize", str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")]
+    assert run([*words, "--json-key", "body", "--workers", "1", "--no-append-eos"]) == 0
+    assert "tokens in 2 documents" in capsys.readouterr().out
     assert texts_of(TokenFile.open(tmp_path / "out"), tokenizer, eos=False) == ["one", "two"]
-    again = CliRunner().invoke(app, arguments)
-    assert isinstance(again.exception, BadInput) and "an existing file" in str(again.exception)
 
 
 def test_a_tokenizer_trained_by_the_command_is_the_functions(tmp_path, capsys):

@@ -19,14 +19,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
-from trilith.data.text import tokenizer_loading
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_identity import give_the_same_ids
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation.text import prompt_ids
-from trilith.parallel_state import BadInput
-from trilith.testing import run_fresh
 
 #: Modules of the standard library, in parts between blank lines: tabs, tables, characters of many scripts.
 LIBRARY = Path(string.__file__).parent
@@ -87,16 +84,6 @@ def test_any_text_gives_equal_ids(pair, text):
     agree(pair, text)
 
 
-def test_transformers_saves_and_reloads_a_tokenizer_with_equal_ids(folder, pair, tmp_path):
-    from transformers import AutoTokenizer
-
-    auto = AutoTokenizer.from_pretrained(folder, add_prefix_space=False, local_files_only=True)
-    auto.save_pretrained(tmp_path / "again")
-    again = load_tokenizer(tmp_path / "again")
-    for text in [*HARD, *PARTS[::5]]:
-        assert again.encode(text) == pair[0].encode(text) == auto(text)["input_ids"]
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "qwen3", "gpt_neox"])
 def test_a_models_config_beside_it_changes_nothing(folder, pair, tmp_path, model_type):
     shutil.copytree(folder, tmp_path / "model")
@@ -151,20 +138,15 @@ def test_half_a_surrogate_pair_is_the_same_error_from_both(pair):
             tokenizer.encode("a\ud800b")
 
 
-def test_fingerprint_follows_the_files(folder, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    assert load_tokenizer(copy).fingerprint == load_tokenizer(folder).fingerprint
-    added = json.loads((copy / "tokenizer.json").read_text())
-    added["version"] = "1.0"
-    (copy / "tokenizer.json").write_text(json.dumps(added))
-    assert load_tokenizer(copy).fingerprint != load_tokenizer(folder).fingerprint
-    assert tokenizer_loading.LARGEST_FILE == 256 * 2**20
-
-
-def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_does_not(folder, tmp_path):
+def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_does_not(
+    folder, pair, tmp_path
+):
     again = tmp_path / "again"
-    AutoTokenizer.from_pretrained(folder).save_pretrained(again)
+    auto = AutoTokenizer.from_pretrained(folder, add_prefix_space=False, local_files_only=True)
+    auto.save_pretrained(again)
+    loaded = load_tokenizer(again)
+    for text in [*HARD, *PARTS[::5]]:
+        assert loaded.encode(text) == pair[0].encode(text) == auto(text)["input_ids"]
     assert fingerprint_of_folder(again) != fingerprint_of_folder(folder)
     assert give_the_same_ids(folder, again) and not give_the_same_ids(folder, tmp_path)
     stated = json.loads((again / "tokenizer.json").read_text())
@@ -178,26 +160,6 @@ def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_d
         assert give_the_same_ids(folder, again) == (key == "version" or change is older), key
     (again / "added_tokens.json").write_text('{"<new>": 600}')
     assert not give_the_same_ids(folder, again)
-
-
-@pytest.mark.parametrize("when", ["before_rename", "after_rename"])
-def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path, when):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRILITH_FAULT", f"rank=0;at=commit.{when};act=kill")
-        (code,) = run_fresh(train_small, 1, str(tmp_path / "t"), process_group=False)
-    assert code == -9, code.output
-    assert (tmp_path / "t").exists() == (when == "after_rename") and len([*tmp_path.iterdir()]) == 2
-    if when == "after_rename":
-        with pytest.raises(BadInput, match="empty directory"):
-            train_small(str(tmp_path / "t"))
-    else:
-        train_small(str(tmp_path / "t"))
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
-    assert load_tokenizer(tmp_path / "t").vocab_size == 400
-
-
-def train_small(folder):
-    train_tokenizer(PARTS[:40], folder, vocab_size=400)
 
 
 FISH = ["one fish", "two fish", "red fish"]

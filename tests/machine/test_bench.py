@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.command_lines import call_command
 from support.configs import TINIEST_LLAMA
+from support.refusals import Refused, refusals
 from trilith.cli.app import run
 from trilith.machine import Finding, Report, Row
 from trilith.machine.measure import blocks, cases, layouts, speed
@@ -119,33 +121,34 @@ def test_what_would_begin_after_the_time_is_left_out(monkeypatch):
     assert row.status == "left out" and "--minutes" in row.note and "--only mfu" in row.note
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--only", "mfu,spped"], "bench: --only: expected parts among speed, parity, .*, found spped"),
-        (["--device", "tpu"], "bench: --device: expected cpu or cuda, found tpu"),
-        (["--minutes", "0"], "'--minutes': Input should be greater than or equal to 0.1"),
-        (["--out", "file"], "expected a file in a folder, found .*file, which is a file"),
-        (["--out", "earlier"], "earlier: expected a new folder"),
-        pytest.param(
-            ["--device", "cuda"],
-            "expected a GPU that torch sees, found none",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
-        ),
-    ],
+def write_files(folder):
+    (folder / "file").write_text("mine")
+    (folder / "earlier").mkdir()
+    (folder / "earlier" / "bench.json").write_text("mine")
+
+
+REFUSED = {
+    "--only mfu,spped": "bench: --only: expected parts among speed, parity, .*, found spped",
+    "--device tpu": "bench: --device: expected cpu or cuda, found tpu",
+    "--out file": "expected a file in a folder, found .*file, which is a file",
+    "--out earlier": "earlier: expected a new folder",
+}
+if not torch.cuda.is_available():
+    REFUSED["--device cuda"] = "expected a GPU that torch sees, found none"
+test_what_cannot_be_measured_is_refused = refusals(
+    Refused(
+        words,
+        lambda folder, words=words: call_command(folder, "bench", "--quick", *words.split()),
+        says,
+        given=write_files,
+    )
+    for words, says in REFUSED.items()
 )
-def test_what_cannot_be_measured_is_refused_in_one_line_and_leaves_nothing(
-    words, says, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "earlier").mkdir()
-    (tmp_path / "earlier" / "bench.json").write_text("mine")
-    before = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert run(["bench", "--quick", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
-    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_no_minutes_are_refused(capsys):
+    assert run(["bench", "--quick", "--minutes", "0"]) == 2
+    assert "'--minutes': Input should be greater than or equal to 0.1" in capsys.readouterr().err
 
 
 def on_gpus(count, memory=84e9, room=100e9):
@@ -247,6 +250,14 @@ def test_figures_have_four_digits(value, text):
     assert shown_figure(value) == text
 
 
+def late(call, seconds):
+    def wrapped(*given, **named):
+        time.sleep(seconds)
+        return call(*given, **named)
+
+    return wrapped
+
+
 def _slow_gathers_and_sums():
     """Delay each gather of a block by 10 ms and each sum by 30 ms; return what is clocked, after one pass
     and after a second one that is not clocked.
@@ -256,31 +267,18 @@ def _slow_gathers_and_sums():
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     modules = engine.fsdp_modules(model.layers)
-    for group in engine.fully_sharded._groups(modules):
-        gather, total = group._all_gather_comm, group._reduce_scatter_comm
-        group._all_gather_comm, group._reduce_scatter_comm = _Late(gather, 0.01), _Late(total, 0.03)
+    group = next(iter(engine.fully_sharded._groups(modules)))
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    with engine.clocked(modules) as spent:
+    with pytest.MonkeyPatch.context() as patch:
+        for collective, seconds in ((group._all_gather_comm, 0.01), (group._reduce_scatter_comm, 0.03)):
+            patch.setattr(type(collective), "__call__", late(type(collective).__call__, seconds))
+        with engine.clocked(modules) as spent:
+            model(ids).sum().backward()
+        once = dict(spent)
         model(ids).sum().backward()
-    once = dict(spent)
-    model(ids).sum().backward()
     wrapped = any("unshard" in vars(group) for group in engine.fully_sharded._groups(modules))
     each = {name: seconds / len(modules) for name, seconds in once.items()}
     return each, {name: seconds - once[name] for name, seconds in spent.items()}, wrapped
-
-
-class _Late:
-    """Be a collective of FSDP that begins some seconds later."""
-
-    def __init__(self, collective, seconds):
-        self.collective, self.seconds = collective, seconds
-
-    def __getattr__(self, name):
-        return getattr(self.collective, name)
-
-    def __call__(self, **arguments):
-        time.sleep(self.seconds)
-        return self.collective(**arguments)
 
 
 def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else():

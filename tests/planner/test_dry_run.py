@@ -1,13 +1,9 @@
 """Recipes for real work fit their devices; a run that does not fit is refused, with what would."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
-from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -108,9 +104,7 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
 #: compiler and its pipelines, which a trace could import.
 DRY_RUNS = """
 import sys
-import trilith
 from trilith.cli.app import run
-print(trilith.__file__)
 for words in (
     "llama-3.2-1b-1gpu memory.device_gb=80",
     "llama-3.1-8b-8gpus",
@@ -122,46 +116,11 @@ for words in (
 """
 
 
-def code_and_tables(folder):
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".toml")}
-
-
-def test_a_wheel_holds_the_recipes_and_its_dry_runs_import_nothing_that_only_a_run_needs(tmp_path):
-    """Built from a copy: setuptools leaves a folder behind in what it builds from."""
-    source, place = tmp_path / "source", tmp_path / "place"
-    skipped = shutil.ignore_patterns(
-        ".*", "build", "tests", "tools", "benchmarks", "docs", "examples", "*.egg-info", "__pycache__"
-    )
-    shutil.copytree(RECIPES.parent, source, ignore=skipped)
-    files = code_and_tables(source) - {"pyproject.toml"}
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    made = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
-    )
-    assert made.returncode == 0, made.stderr
-    assert "is absent from" not in made.stderr, "setuptools takes a folder of tables for a package"
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(place)  # as pip does: the files, and their description beside them
-    assert all((place / "trilith" / "recipes" / f"{name}.toml").is_file() for name in REAL)
-    # An editable install beside it would lend a module that the wheel lacks.
-    assert files == code_and_tables(place / "trilith")
-    (described,) = place.glob("*.dist-info")
-    assert "trilith = trilith.cli:main" in (described / "entry_points.txt").read_text()
-    facts = message_from_string((described / "METADATA").read_text())
-    assert facts["Author"] == "trilith developers" and facts["License-Expression"] == "Apache-2.0"
-    assert "tensor parallelism" in facts["Keywords"] and "Typing :: Typed" in facts.get_all("Classifier", [])
-    shutil.rmtree(source)
-    environment = {**os.environ, "PYTHONPATH": str(place)}
-    told = []
-    for words in (["-m", "trilith", "--version"], ["-c", DRY_RUNS]):
-        command = [sys.executable, "-P", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        told.append(done.stdout)
-    assert told[0].strip() == facts["Version"] and told[1].count("\nfits ") == 4
-    assert Path(told[1].splitlines()[0]).parent == place / "trilith", "another trilith ran"
+def test_dry_runs_import_nothing_that_only_a_run_needs():
+    words = [sys.executable, "-P", "-c", DRY_RUNS]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nfits ") == 4
 
 
 @pytest.fixture(scope="module")
@@ -321,9 +280,3 @@ def test_a_frozen_end_of_a_model_has_no_second_part_of_a_backward(small):
     adapters = ["model.init_from=absent", "lora.r=8", "layout.pipeline=2", "layout.schedule=zbv"]
     plan = dry_run(load_recipe(small, [*adapters, "layout.data=1", "layout.zero=0"]))
     assert 0 < plan.rank.trained < plan.rank.parameters / 10
-
-
-def test_a_chunked_loss_is_refused_with_gpipe(small, capsys):
-    overrides = ["memory.loss_chunk=64", "layout.schedule=gpipe"]
-    assert run(["train", str(small), "--dry-run", *overrides]) == 2
-    assert "memory.loss_chunk" in capsys.readouterr().err

@@ -106,39 +106,31 @@ def test_each_number_that_is_given_has_an_option_that_changes_it(topic, capsys):
         assert values[number["symbol"]] == float(other), words
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("bubble", "--virtual-stages", "3"), "virtual-stages"),
-        (("bubble", "--schedule", "2f2b"), "schedule"),
-        (("bubble", "--pipeline", "0"), "--pipeline"),
-        (("mfu", "--layers", "9" * 400), "--layers"),
-        (("allreduce", "--parameters", "many"), "--parameters"),
-        (("allreduce", "--bandwidth", "0"), "--bandwidth"),
-        (("zero", "--parameters", "1e40"), "--parameters"),
-        (("memory", "--recompute", "some"), "--recompute"),
-        (("memory", "--model", "llama-9"), "--model"),
-        (("memory", "--model", "llama-3.1-8b", "--layers", "32"), "--layers"),
-        (("mfu", "--model", "llama-3.1-8b", "--width", "64"), "--width"),
-        (("training-time", "--model", "llama-3.1-8b", "--parameters", "8B"), "--parameters"),
-        (("juggling",), "juggling"),
-        ((), "Missing command"),
-    ],
-)
-def test_bad_numbers_are_refused_in_one_line(words, said, capsys):
-    assert run(["plan", "explain", *words]) == 2
+BAD = {
+    "bubble --virtual-stages 3": "virtual-stages",
+    "bubble --pipeline 0": "--pipeline",
+    f"mfu --layers {'9' * 400}": "--layers",
+    "allreduce --parameters many": "--parameters",
+    "allreduce --bandwidth 0": "--bandwidth",
+    "memory --recompute some": "--recompute",
+    "memory --model llama-9": "--model",
+    "memory --model llama-3.1-8b --layers 32": "--layers",
+    "mfu --model llama-3.1-8b --width 64": "--width",
+    "training-time --model llama-3.1-8b --parameters 8B": "--parameters",
+    "juggling": "juggling",
+    "": "Missing command",
+}
+
+
+@pytest.mark.parametrize("words", BAD, ids=lambda words: words[:40])
+def test_bad_numbers_are_refused_in_one_line(words, capsys):
+    assert run(["plan", "explain", *words.split()]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert not out and err.startswith("error: ") and err.count("\n") == 1 and BAD[words] in err
 
 
 def test_results_are_written_as_one_says_them():
-    said = [readable(1.4e11, "bytes"), readable(0.15789, "share"), readable(6.3e24, "FLOPs")]
-    said += [
-        readable(0.00134, "s"),
-        readable(2.5e-6, "s"),
-        readable(27, "micro-batches"),
-        readable(22.3, "s"),
-        readable(4096 / 3, "outputs"),
-    ]
-    assert said == ["140 GB", "15.8 %", "6.3e+24 FLOPs", "1.34 ms", "2.5 us", "27 micro-batches", "22.3 s",
-                    "1,365.3 outputs"]  # fmt: skip
+    numbers = (1.4e11, "bytes"), (0.15789, "share"), (6.3e24, "FLOPs"), (0.00134, "s"), (2.5e-6, "s")
+    numbers += (27, "micro-batches"), (22.3, "s"), (4096 / 3, "outputs")
+    said = "140 GB, 15.8 %, 6.3e+24 FLOPs, 1.34 ms, 2.5 us, 27 micro-batches, 22.3 s, 1,365.3 outputs"
+    assert ", ".join(readable(*number) for number in numbers) == said

@@ -11,7 +11,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.runs.metrics import read_metrics
 from trilith.simulation import operators
-from trilith.simulation.model_flops import Mfu, flops_per_token, peak_flops, peak_named
+from trilith.simulation.model_flops import flops_per_token, peak_flops, peak_named
 from trilith.testing import run_parallel
 
 LENGTH, SAMPLES = 16, 3
@@ -59,17 +59,6 @@ def test_zeros_behind_narrow_values_do_not_count():
         family, raw = family_of(MODELS["deepseek_v2"]), MODELS["deepseek_v2"] | {"v_head_dim": width}
         found.append(flops_per_token(family.on_meta(family.from_hf(raw)), LENGTH).attention)
     assert found[0] - found[1] == 2 * LENGTH * 3 * 4 * 8  # of 3 blocks with 4 heads
-
-
-def test_the_conventions_differ_by_half_of_attention():
-    family = family_of(TINY_LLAMA)
-    flops = flops_per_token(family.on_meta(family.from_hf(TINY_LLAMA)), LENGTH)
-    layers, hidden = TINY_LLAMA["num_hidden_layers"], 32
-    assert flops.full - flops.causal == 12 * layers * hidden * LENGTH / 2
-    mfu = Mfu(flops, 4, 1e9)(1000.0)
-    assert mfu is not None
-    assert mfu.full == pytest.approx(1000 * flops.full / 4e9)
-    assert mfu.causal == pytest.approx(1000 * flops.causal / 4e9)
 
 
 def test_what_is_frozen_costs_no_gradient_of_its_weights():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import config
+from support.plans import added
 from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
@@ -126,34 +127,20 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
         ring_wire_bytes("gossip", 1, 2)
 
 
-NARROW = LLAMA | {"vocab_size": 503, "hidden_size": 24, "intermediate_size": 40}
-NARROW |= {"num_attention_heads": 4, "num_key_value_heads": 1}
-
-
-def of_kinds(every):
-    found = {}
-    for one in every:
-        count, size = found.get(one.kind, (0, 0))
-        found[one.kind] = (count + one.count, size + one.bytes)
-    return found
-
-
 def test_a_block_s_table_is_the_formula():
     """docs/communication.md, evaluated: each cell is what a block says that it sends."""
     text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
     rows = re.findall(r"^\| (tensor(?: and sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["tensor", "tensor and sequence"]
     for (name, *cells), sequence in zip(rows, (False, True), strict=True):
-        state = ParallelState.stand_in(Layout.of(tensor=4, sequence=sequence))
-        work = Work(state, 24, 12, 2, 1, compute=2)
-        model = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=state)
+        work, model = planned(Layout.of(tensor=4, sequence=sequence))
         sent = sent_by(model.layers["0"], work, model)
-        numbers = {"N D": 2 * 12 * 24, "N D / t": 2 * 12 * 24 // 4}
+        numbers = {"N D": ROWS * LENGTH * 64, "N D / t": ROWS * LENGTH * 64 // 4}
         for cell, forward in zip(cells, (True, False), strict=True):
             parts = re.findall(r"(\d) (all-reduce|all-gather|reduce-scatter)s of ([^,]+)", cell)
             stated = {
-                kind.replace("-", "_"): (int(count), int(count) * numbers[size] * 2)
+                ("tensor", kind.replace("-", "_")): (int(count), int(count) * numbers[size] * 2)
                 for count, kind, size in parts
             }
             here = [one for one in sent if one.what == ("forward" if forward else "backward")]
-            assert stated and of_kinds(here) == stated, name
+            assert stated and added(here) == stated, name

@@ -1,28 +1,23 @@
 """A plan from one block of each kind is the plan from every block, and is cheap however many there are."""
 
 import random
-import tracemalloc
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from support.configs import EXPERTS, MODELS
+from support.configs import MODELS
 from support.families import family_and_config
-from support.layout_cases import axes
 from support.plans import shared_pieces
 from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.parallel_state.engine import local_data
-from trilith.planner import Work, plan_memory, rank_parameters, sampled_model, step_traffic
+from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.memory import memory_of
 from trilith.planner.sampled_model import SampledModel, sampled
 from trilith.simulation.kinds_of_blocks import block_kinds, build_one_of_each_kind
-from trilith.testing import run_parallel
-from trilith.training import Precision, shard_over_data
 
 LAYOUTS = [
     Layout(),
@@ -134,23 +129,6 @@ def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node
     assert large == constructions("llama-3.1-8b", Layout.of(tensor=8, sequence=True, pipeline=16))
 
 
-def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one():
-    raw = published_size("llama-3.1-405b").with_fields({})
-    family, config = family_and_config(raw)
-    block_kinds(family, config)
-    most = []
-    for data in (2, 2, 128):  # the first one also fills caches
-        layout = Layout.of(tensor=8, sequence=True, pipeline=16, data=data, zero=1)
-        tracemalloc.start()
-        sample = SampledModel(family, build_one_of_each_kind(family, config, Layout(tensor=8, sequence=True)))
-        state = ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
-        work = Work(state, config.hidden_size, 8192, 1, 16, compute=2)
-        memory_of(work, sample.parameters(state), sample.costs(work))
-        most.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert max(most) < 150 * 2**20 and most[2] < 1.1 * most[1]
-
-
 def test_alike_blocks_are_one_kind_and_others_are_not():
     for size, kinds in (("llama-3.1-405b", 1), ("llama-3.2-1b", 1)):
         raw = published_size(size).with_fields({})
@@ -170,61 +148,3 @@ def test_a_layout_that_cannot_cut_the_model_is_refused():
     with pytest.raises(BadInput, match="pipeline"):
         whole.parameters(ParallelState.stand_in(Layout.of(pipeline=64)))
     assert Stage.of(len(whole.kinds)).last
-
-
-#: The first few are in every run, the others are slow.
-SHARDED = [
-    Layout.of(**axes(cut))
-    for cut in (
-        *("tp2-dp2-zero2", "pp2-dp2-zero3-v", "tp2-dp2-ep2-zero3-sp", "tp2-sp", "tp2-cp2-sp", "tp2-pp2"),
-        *(f"dp2-zero{zero}" for zero in range(4)),
-        *("pp2-dp2-zero1", "dp2-ep2-zero2", "cp2-ep2-zero1"),
-    )
-]
-
-
-def counts_of(layout, names):
-    """Count each family's stored and trained elements on this rank: as sharded, planned from the built model,
-    and planned from one block of each kind.
-    """
-    state = ParallelState.start(layout)
-    found = {}
-    for name in names:
-        raw = MODELS[name]
-        family, config = family_and_config(raw)
-        try:
-            model = family.build(config, state=state, device="meta")
-        except BadInput:  # too few blocks for four stages
-            continue
-        held = rank_parameters(model, state)
-        alike = sampled(family, config, layout).parameters(state)
-        plans = [(one.stored + one.buffers, one.trained_stored) for one in (held.every, alike.every)]
-        shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
-        sizes = [(local_data(one).numel(), one.requires_grad) for one in model.parameters()]
-        real = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-        found[name] = (real, *plans)
-    sampled_model._sampled.cache_clear()  # its models hold process groups
-    return found
-
-
-def drawn(layout):
-    """Return a third of the families that a layout can cut; those with experts belong to that of experts."""
-    number = SHARDED.index(layout)
-    rest = [name for name in MODELS if name not in EXPERTS]
-    return sorted(EXPERTS) if layout.expert > 1 else rest[number % 3 :: 3]
-
-
-SHARDED_ROWS = [pytest.param(layout, drawn(layout), id=str(layout)) for layout in SHARDED[:3]]
-SHARDED_ROWS += [
-    pytest.param(
-        layout, sorted(EXPERTS if layout.expert > 1 else MODELS), id=f"{layout} all", marks=pytest.mark.slow
-    )
-    for layout in SHARDED
-]
-
-
-@pytest.mark.parametrize(("layout", "names"), SHARDED_ROWS)
-def test_every_family_s_parameters_are_planned_exactly(layout, names):
-    for rank in run_parallel(counts_of, layout.world, layout, names, timeout=240):
-        assert rank.keys() == {*names} if layout.stages < 3 else len(rank) >= 0.3 * len(names)
-        assert {name: plans for name, (real, *plans) in rank.items() if {*plans} != {real}} == {}

@@ -1,19 +1,23 @@
 """`trilith new`: what it writes passes the dry run, says what its keys mean, and asks on a terminal alone."""
 
-import re
-
 import pytest
+from support.command_lines import call_command
 from support.configs import TINY_LLAMA
+from support.refusals import Refused, refusals
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.recipes.recipe import load_recipe
 
 
+def write_inputs(folder):
+    write_hf_folder(folder / "hf", {**TINY_LLAMA, "vocab_size": 300})
+    write_tokens(folder / "tokens")
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Stand in a folder with a model and a token file."""
-    write_hf_folder(tmp_path / "hf", {**TINY_LLAMA, "vocab_size": 300})
-    write_tokens(tmp_path / "tokens")
+    write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -50,18 +54,14 @@ def test_each_key_has_a_comment_and_the_numbers_follow_the_tokens(folder):
     assert recipe.steps == 4000 // (16 * 4) and recipe.data.global_batch == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["hf", "none"], "none: expected a token file, found no such file. trilith tokenize TEXT"),
-        (["hf", "hf"], "hf: expected a token file, found another file. trilith tokenize hf "),
-        (["gpt22", "tokens"], "gpt22: expected a published size.*Nearest: gpt2"),
-        (["hf", "tokens", "--sequence-length", "5000"], "sequence_length|at least 5,001"),
-    ],
+def refused(words, says):
+    words = ["new", "--gpus", "1", "--model", *words.split()]
+    return Refused(" ".join(words), lambda folder: call_command(folder, *words), says, given=write_inputs)
+
+
+test_what_cannot_be_is_refused = refusals(
+    refused("hf --data none", "none: expected a token file, found no such file. trilith tokenize TEXT"),
+    refused("hf --data hf", "hf: expected a token file, found another file. trilith tokenize hf "),
+    refused("gpt22 --data tokens", "gpt22: expected a published size.*Nearest: gpt2"),
+    refused("hf --data tokens --sequence-length 5000", "sequence_length|at least 5,001"),
 )
-def test_what_cannot_be_is_refused(folder, words, says, capsys):
-    model, data, *options = words
-    assert run(["new", "--gpus", "1", "--model", model, "--data", data, *options]) == 2
-    line = capsys.readouterr().err
-    assert re.search(says, line), line
-    assert not (folder / "recipe.toml").exists()

@@ -1,29 +1,20 @@
 """A module that is not the zoo's is planned from a trace of it: its bytes, sends and refusals."""
 
-import importlib.util
+import gc
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.strangers import STUBS
+from support.strangers import CUSTOM, STUBS
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
-from trilith.testing import collectives_of, run_parallel
-from trilith.training import Precision, Step, shard_batch, shard_over_data
-
-
-def example():
-    path = Path(__file__).parents[2] / "examples" / "custom_model.py"
-    spec = importlib.util.spec_from_file_location("custom_model_to_plan", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from trilith.testing import LiveBytes, collectives_of, run_parallel
+from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
 
 @pytest.mark.parametrize(
@@ -32,22 +23,20 @@ def example():
     ids=str,
 )
 def test_the_example_has_a_dry_run_in_any_layout(layout):
-    custom = example()
-    plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
+    plan, alone = CUSTOM.dry_run(layout), CUSTOM.dry_run(Layout())
     state = ParallelState.stand_in(layout)
     with torch.device("meta"):
-        held = rank_parameters(custom.Transcriber(state=state), state).every
+        held = rank_parameters(CUSTOM.Transcriber(state=state), state).every
     assert plan.moments == 2 * 4 * held.trained_stored
     assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
 
 
 def test_the_example_sends_what_its_layers_send():
     """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
-    custom = example()
     state = ParallelState.stand_in(Layout(tensor=2))
     with torch.device("meta"):
-        model = custom.Transcriber(state=state)
-    sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=custom.batch(0), loss=custom.loss)
+        model = CUSTOM.Transcriber(state=state)
+    sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
     count = {traffic.what: traffic.count for traffic in sent if traffic.axis == "tensor"}
     assert count["forward"] == 4 * 2 + 2 + 1 + 2  # sums of row-parallel products; the embedding; the loss
     assert count["backward"] == 4 * 2 + 2 * 2 + 1  # q and k, v apart; the output layer
@@ -169,22 +158,22 @@ def test_samples_and_loss_are_asked_for():
 
 def sums_of_a_step(layout):
     """Return the all-reduces of steps of two and of four micro-batches: launched, planned over replicas."""
-    custom, counts = example(), []
+    counts = []
     state = ParallelState.start(layout)
-    model, plain = (custom.Transcriber(state=state) for _ in range(2))
+    model, plain = (CUSTOM.Transcriber(state=state) for _ in range(2))
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
-    step = Step(model, custom.loss, micro_batch=1, state=state)
+    step = Step(model, CUSTOM.loss, micro_batch=1, state=state)
     for count in (2, 4):
-        samples = shard_batch(custom.batch(0, samples=count * layout.data), state)
+        samples = shard_batch(CUSTOM.batch(0, samples=count * layout.data), state)
         step(samples)  # which makes the pipeline ready
         model.zero_grad()
         launched = collectives_of(partial(step, samples))["all_reduce"]
         model.zero_grad()
         work = Work(state, 32, 8, 1, count, fused=False)
         with pytest.raises(BadInput, match="before shard_over_data"):  # FSDP would gather the weights
-            step_traffic(work, model, samples=custom.batch(0), loss=custom.loss)
-        sent = step_traffic(work, plain, samples=custom.batch(0), loss=custom.loss)
+            step_traffic(work, model, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
+        sent = step_traffic(work, plain, samples=CUSTOM.batch(0), loss=CUSTOM.loss)
         counts.append((launched, sum(traffic.count for traffic in sent if traffic.axis == "replicas")))
     return counts
 
@@ -195,3 +184,66 @@ def test_replicas_of_a_module_of_ones_own_sum_at_each_micro_batch(pipeline):
     layout = Layout.of(pipeline=pipeline, data=2, zero=2, data_replicate=2)
     for (two, planned_two), (four, planned_four) in run_parallel(sums_of_a_step, layout.world, layout):
         assert four - two == planned_four - planned_two > 0
+
+
+HIDDEN, VOCABULARY, LENGTH = 512, 100, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Model(nn.Module):
+    """Have weights that are much more than activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.layers:
+            x = block(x)
+        return self.head(x)
+
+
+def next_ids(logits, samples):
+    ids = samples["ids"]
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel()
+
+
+def peak_over_plan(zero):
+    state = ParallelState.start(Layout.of(data=2, zero=zero))
+    with torch.device("meta"):
+        model = Model()
+    work = Work(state, HIDDEN, LENGTH, 1, 1, fused=False)
+    ids = torch.randint(VOCABULARY, (1, LENGTH))
+    plan = plan_memory(work, model, samples={"ids": ids}, loss=next_ids)
+    shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
+    gc.collect()
+    with LiveBytes() as memory:
+        model.to_empty(device="cpu")
+        for one in model.parameters():
+            nn.init.normal_(one, std=0.02)
+        optimizer, peaks = make_adamw(model, lr=1e-3), []
+        for _ in range(3):
+            memory.peak = memory.now
+            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+            peaks.append(memory.peak)
+            optimizer.zero_grad()
+    return min(peaks[1:]) / plan.total
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_blocks_that_are_gathered_are_planned(zero):
+    """It is not known in which block an instant is, so the plan counts two, and the largest gradient."""
+    for found in run_parallel(peak_over_plan, 2, zero, timeout=60):
+        assert 0.93 < found < 1.03

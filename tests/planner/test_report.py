@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import trilith
 from trilith.cli.app import run
+from trilith.models import published_size
 from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, read_request
-from trilith.planner.search.evaluate import Evaluator
-from trilith.planner.search.find import ties
 from trilith.planner.search.report import recipe_head
 from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
 from trilith.recipes import load_recipe
@@ -33,6 +32,7 @@ def test_a_plan_says_what_it_assumed(capsys):
     assert "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s in" in shown
     least, usual, most = TIMES_SLOWER
     shown = " ".join(shown.split())
+    assert re.search(r"MFU [\d.]+% of 989 TFLOP/s a GPU if the causal half .* [\d.]+% if all", shown)
     assert f"took {least} to {most} times as long as predicted, in the median {usual} times" in shown
     pairs = re.search(r"(\S+) to (\S+) s, (\S+) to (\S+) tokens/s, MFU (\S+)% to (\S+)%", shown)
     assert pairs
@@ -68,23 +68,6 @@ def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(capsys)
     assert "training" not in told(capsys, "--gpus", "2")
 
 
-def test_mfu_is_told_in_both_conventions(capsys):
-    from trilith.models import published_size
-    from trilith.simulation.model_flops import flops_per_token
-
-    best = told(capsys, "--gpus", "2")["layouts"][0]
-    size = published_size("llama-3.2-1b")
-    flops = flops_per_token(size.family.on_meta(size.config), 1024)
-    share = best["tokens_per_second"] / (2 * machine_named("h100-80gb").peak("bfloat16"))
-    assert best["mfu"] == {
-        "causal": pytest.approx(share * flops.causal),
-        "full": pytest.approx(share * flops.full),
-    }
-    assert run([*SMALL, "--gpus", "2"]) == 0
-    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("MFU"))
-    assert f"{best['mfu']['causal']:.1%} of 989 TFLOP/s" in line and f"{best['mfu']['full']:.1%} if" in line
-
-
 def keys_of(value):
     """Return the keys of nested objects, without those of the objects that have a key for each name."""
     if isinstance(value, list):
@@ -108,6 +91,7 @@ def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys):
     layout = one["layouts"][0]
     assert layout["bytes"] == max(sum(kinds.values()) for kinds in layout["bytes_of_pipeline_ranks"])
     assert sum(layout["parts"].values()) == pytest.approx(layout["seconds"])
+    assert 0 < layout["mfu"]["causal"] < layout["mfu"]["full"]
 
 
 def test_a_sweep_goes_on_where_one_point_has_no_layout(capsys, tmp_path, monkeypatch):
@@ -138,8 +122,6 @@ def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys):
 
 @pytest.mark.parametrize("name", ["config.json", "llama.json"])
 def test_adapters_are_planned_from_a_config_without_weights(name, capsys, tmp_path, monkeypatch):
-    from trilith.models import published_size
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / name).write_text(json.dumps(published_size("llama-3.2-1b").fields))
@@ -174,25 +156,6 @@ def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name):
     assert dry_run(recipe).rank.total == found.best[0].bytes
     _, *predicted = recipe_head(found).splitlines()
     assert predicted and all(line in text for line in predicted)
-
-
-def test_the_header_of_405b_states_this_layout_and_the_runner_up():
-    text = (Path(trilith.__path__[0]) / "recipes" / f"{NAME}.toml").read_text()
-    recipe = load_recipe(NAME)
-    evaluator = Evaluator(read_request(NAME, machine_named("h100-80gb"), None))
-    first = Choice(recipe.layout, recipe.layout_section.schedule, 1, recipe.memory.checkpointing)
-    best = evaluator.answer(first)
-    waits = best.time.parts["bubble"] / best.time.seconds
-    assert (
-        f"Predicted: {best.time.seconds:.2f} s a step, MFU {best.time.mfu.causal:.0%}, waits {waits:.0%}, "
-        f"{best.bytes / 1e9:.1f} GB of a GPU." in text
-    )
-    layout = replace(
-        recipe.layout, context=4, ring=True, pipeline=32, virtual_stages=2, data_shard=16, data_replicate=1
-    )
-    second = evaluator.answer(Choice(layout, "interleaved-zero-bubble"))
-    assert f"micro_batch 1: {second.time.seconds:.2f} s, {second.bytes / 1e9:.1f} GB" in text
-    assert ties(best, second) and waits == pytest.approx(0.07, abs=0.01)
 
 
 FIND = "search.find.find_layouts"

@@ -20,7 +20,6 @@ from trilith.planner.search.choice import recipe_of
 from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
 from trilith.planner.search.page import make_page
-from trilith.planner.search.report import recipe_toml
 from trilith.planner.search.strategy import critical_batch
 from trilith.planner.search.tally import Tally
 from trilith.planner.time import machine_named
@@ -39,17 +38,6 @@ def result():
     return find_layouts(request_of_llama())
 
 
-def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_path):
-    assert simplest_first(result.best) == result.best and 1 < len(result.best) <= 10
-    assert len({one.choice.cut for one in result.best}) == len(result.best)
-    assert all(one.bytes <= result.request.room for one in result.best)
-    (tmp_path / "recipe.toml").write_text(recipe_toml(result))
-    planned = dry_run(load_recipe(tmp_path / "recipe.toml"))
-    planned.check("recipe.toml")
-    assert planned.recipe.layout.world == 4 and planned.rank.total == result.best[0].bytes
-    assert (planned.room, planned.rank.reserved) == (result.request.room, result.best[0].reserved)
-
-
 @pytest.mark.parametrize("device", ["a GPU", "a CPU"])
 def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
     """The fastest layout fits to the byte, and with a byte less of the device in neither."""
@@ -62,7 +50,8 @@ def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
         request = read_request("smollm2-135m", replace(machine, memory=float(memory)), 2, **sizes)
         recipe = recipe_of(request, best.choice)
         planned = dry_run(recipe)
-        assert planned.rank.total == best.bytes and planned.room == request.room == best.bytes + spare
+        assert (planned.rank.total, planned.rank.reserved) == (best.bytes, best.reserved)
+        assert planned.room == request.room == best.bytes + spare
         assert (best.choice in {answer.choice for answer in find_layouts(request).timed}) is fits
         if fits:
             planned.check("recipe")

@@ -11,7 +11,7 @@ import pytest
 from support.configs import MODELS
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.pipeline import bubble, timetable
+from trilith.pipeline import timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
 from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named
@@ -45,7 +45,7 @@ def predicted(size, layout, machine=H100, **given):
 )
 @pytest.mark.parametrize("machine", [H100, replace(H100, asynchronous=False)], ids=("beside", "waits"))
 def test_a_rank_s_step_has_the_seconds_of_each_part(layout, options, machine):
-    time = predicted(MODELS["llama"] | {"num_hidden_layers": 8}, layout, machine, micro_batches=8, **options)
+    time = predicted("llama-3.2-1b", layout, machine, micro_batches=8, **options)
     spans = rank_step(options.get("schedule", "1f1b"), layout, 8, time)
     assert all(left.start + left.seconds == right.start for left, right in pairwise(spans))
     seconds = Counter()
@@ -56,6 +56,16 @@ def test_a_rank_s_step_has_the_seconds_of_each_part(layout, options, machine):
     for part in {*PARTS} - waits:
         assert seconds[part] == pytest.approx(time.parts[part], rel=1e-8), part
     assert sum(seconds.values()) == pytest.approx(time.seconds, rel=1e-7)
+    assert tuple(time.parts) == PARTS and min(time.parts.values()) >= 0
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert time.rate * time.seconds == pytest.approx(layout.data * 8 * 4096)
+    assert 0 < time.mfu.causal < time.mfu.full < 1
+    assert (time.parts["tensor"] > 0) == (layout.tensor > 1)
+    assert (time.parts["pipeline"] > 0) == (layout.pipeline > 1) == (min(time.busy) < max(time.busy))
+    # The rank that holds both ends of a V has most to do, and the others wait for it.
+    assert (time.parts["bubble"] > 0) == (layout.pipeline > 1 and not layout.v_shape)
+    assert max(time.busy) <= time.seconds
+    assert len(time.busy) == layout.pipeline and len(time.stages) == layout.stages
 
 
 @pytest.mark.parametrize(
@@ -104,14 +114,6 @@ def test_a_collective_takes_the_link_that_it_runs_on():
     assert small < 2 * 127 * H100.between.latency  # a tree: by halves of the nodes
 
 
-def test_equal_stages_wait_as_long_as_the_formula_says():
-    for name, stages, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 4, 2), ("zbv", 4, 2)):
-        layout = layout_of(name, stages, virtual)
-        costs = [UNIT_COSTS] * layout.stages
-        length = step_length(name, layout, 8, costs, 0.0)
-        assert length == pytest.approx(8 * virtual * 3 / (1 - bubble(name, layout, 8)), rel=1e-9), name
-
-
 @pytest.mark.parametrize(
     "name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 )
@@ -130,33 +132,6 @@ def test_the_slowest_stage_sets_the_pace():
     even = step_length("1f1b", layout, 64, costs, 0.0)
     costs[3] = {kind: 1.5 * cost for kind, cost in UNIT_COSTS.items()}
     assert step_length("1f1b", layout, 64, costs, 0.0) == pytest.approx(1.5 * even, rel=0.05)
-
-
-LAYOUTS = [
-    Layout(),
-    Layout.of(tensor=8, sequence=True, data=2, zero=1),
-    Layout.of(tensor=2, pipeline=4, data=2),
-    Layout.of(context=2, ring=True, data=4, zero=3),
-    Layout.of(pipeline=2, virtual_stages=2, v_shape=True, data=2, zero=1),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_parts_of_a_step_add_up_and_none_is_negative(layout):
-    schedule = "zbv" if layout.v_shape else "1f1b"
-    found = predicted("llama-3.2-1b", layout, schedule=schedule)
-    assert tuple(found.parts) == PARTS
-    assert min(found.parts.values()) >= 0
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
-    assert found.rate * found.seconds == pytest.approx(layout.data * 8 * 4096)
-    assert 0 < found.mfu.causal < found.mfu.full < 1
-    # The rank that holds both ends of a V has most to do, and the others wait for it.
-    assert (found.parts["bubble"] > 0) == (layout.pipeline > 1 and not layout.v_shape)
-    if layout.pipeline > 1:
-        assert found.parts["pipeline"] > 0
-        assert max(found.busy) <= found.seconds and min(found.busy) < max(found.busy)
-    assert (found.parts["tensor"] > 0) == (layout.tensor > 1)
-    assert len(found.busy) == layout.pipeline and len(found.stages) == layout.stages
 
 
 def test_what_a_layout_or_a_machine_lacks_costs_time():
@@ -368,13 +343,14 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path):
 
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path):
     path = tmp_path / "bench.json"
-    keys = ("operator in a block: us", "checkpointing full, for an operator: us", "matmul, fp32: TFLOP/s")
-    waits = (
-        "collective in a block, checkpointing none: us",
-        "exchange around a ring, checkpointing full: us",
-        "all-gather of a tiny block: us",
-    )
-    for index, key in (*((0, key) for key in keys), *((1, key) for key in waits)):
+    for index, key in (
+        (0, "operator in a block: us"),
+        (0, "checkpointing full, for an operator: us"),
+        (0, "matmul, fp32: TFLOP/s"),
+        (1, "collective in a block, checkpointing none: us"),
+        (1, "exchange around a ring, checkpointing full: us"),
+        (1, "all-gather of a tiny block: us"),
+    ):
         lacking = json.loads(json.dumps(BENCH))
         del lacking["rows"][index]["figures"][key]
         path.write_text(json.dumps(lacking))
@@ -388,6 +364,3 @@ def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it
     path.write_text(json.dumps(alone))
     with pytest.raises(BadInput, match="one device"):
         predicted("llama-3.2-1b", Layout.of(data=2), machine_from_bench(path), compute=4, fused=False)
-    path.write_text("[]")
-    with pytest.raises(BadInput):
-        machine_from_bench(path)

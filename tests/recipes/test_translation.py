@@ -284,15 +284,6 @@ def test_the_rate_is_the_one_that_deepspeed_takes(optimizer, scheduler, rate, va
     assert straight == (scheduler is not None), "a straight line, whatever the schedule after it"
 
 
-def test_the_trainer_keeps_the_rate_of_deepspeed_s_scheduler(tmp_path):
-    theirs = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 2}}
-    (tmp_path / "ds.json").write_text(json.dumps(theirs))
-    raw = {"output_dir": "x", "max_steps": 9, "learning_rate": 2e-5, "deepspeed": "ds.json"}
-    translation = from_trainer(raw, str(tmp_path / "args.json"), ranks=1)
-    assert translation.values["optimizer.lr"] == 1e-3
-    assert any(line.startswith("learning_rate = 2e-05") for line in translation.missed)
-
-
 def test_rows_of_chats_say_how_they_are_tokenized():
     for packing in (True, False):
         assert "tokenize --chat" in from_trainer({**TRAINER, "packing": packing}, "x", ranks=4).toml()

@@ -90,32 +90,18 @@ def test_every_field_that_accelerate_has_is_known_or_listed():
         assert listed or layout(found) != layout(without), field.name
 
 
+def refused(why, says, call, *given, **sizes):
+    return Refused(why, lambda folder: call(*given, **sizes), says)
+
+
+RING = {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "ring"}}
+THREE_EXPERTS = {"enabled": True, "autoep_size": 3}
 test_sizes_that_contradict_each_other_are_refused_with_both_numbers = refusals(
-    Refused(
-        "context ranks of DeepSpeed that the ranks cannot share",
-        lambda folder: deepspeed(sequence_parallel_size=3),
-        "a multiple of tensor=1 x pipeline=1 x context=3, found 8",
-    ),
-    Refused(
-        "expert ranks of DeepSpeed that the ranks cannot share",
-        lambda folder: deepspeed(expert_parallel={"enabled": True, "autoep_size": 3}),
-        "a divisor of .* = 8, found 3",
-    ),
-    Refused(
-        "two kinds of context",
-        lambda folder: trainer(cp_size=2, sp_size=4),
-        r"parallelism_config\.sp_size: expected 1 with cp_size=2, found 4",
-    ),
-    Refused(
-        "sizes of fewer ranks",
-        lambda folder: trainer(8, tp_size=2, dp_shard_size=2),
-        "sizes whose product is the 8 ranks, found 4",
-    ),
-    Refused(
-        "an exchange of context that is none",
-        lambda folder: trainer(cp_size=2, cp_handler={"cp_comm_strategy": "ring"}),
-        "cp_comm_strategy: expected allgather or alltoall, found",
-    ),
+    refused("context ranks", "pipeline=1 x context=3, found 8", deepspeed, sequence_parallel_size=3),
+    refused("expert ranks", "a divisor of .* = 8, found 3", deepspeed, expert_parallel=THREE_EXPERTS),
+    refused("two kinds", r"\.sp_size: expected 1 with cp_size=2, found 4", trainer, cp_size=2, sp_size=4),
+    refused("fewer ranks", "product is the 8 ranks, found 4", trainer, 8, tp_size=2, dp_shard_size=2),
+    refused("an exchange that is none", "cp_comm_strategy: expected allgather or alltoall", trainer, **RING),
 )
 
 

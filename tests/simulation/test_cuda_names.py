@@ -12,7 +12,7 @@ import torch
 import trilith
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers.experts import grouped_matmul
-from trilith.layers.experts.grouped_matmul import GroupSizes, grouped_mm, has_kernel
+from trilith.layers.experts.grouped_matmul import GroupSizes, has_kernel
 from trilith.parallel_state import engine
 from trilith.testing import Operators
 
@@ -80,16 +80,11 @@ def test_flash_attention_with_log_sums_takes_the_gpu_s_operators():
 )
 def test_experts_are_one_kernel_on_a_gpu_that_has_it(capability, width, one_kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with FakeTensorMode(), Operators() as operators:
+    with FakeTensorMode():
         x = torch.empty(10, width, dtype=BF16, device="cuda")
         w = torch.empty(4, 48, width, dtype=BF16, device="cuda")
         assert has_kernel(x, w) == one_kernel
         sizes = GroupSizes(torch.empty(4, dtype=torch.int32, device="cuda"))
-        if one_kernel:
-            operators.names.clear()
-            y = grouped_mm(x, w, sizes)
-            assert y.shape == (10, 48) and y.device.type == "cuda"
-            assert [name for name in operators.names if "mm" in name] == ["aten::_grouped_mm"]
-        elif width % 8:  # the rule is torch's own
+        if width % 8:  # the rule is torch's own
             with pytest.raises(RuntimeError, match="16 bytes"):
                 grouped_matmul.by_kernel(x, w, sizes)
