@@ -150,19 +150,6 @@ def largest(value):
     return abs(value) if isinstance(value, int) else 0
 
 
-@pytest.mark.filterwarnings("ignore:.*unknown and ignored")
-@pytest.mark.parametrize("what", ["half a surrogate pair", "300 levels"])
-@pytest.mark.parametrize("to", ["hf", "sharded"])
-def test_convert_refuses_a_config_that_it_could_not_write_readably(tmp_path, what, to):
-    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
-    config = tmp_path / "hf" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"remark": UNREADABLE[what]}))
-    begun = mock.patch("trilith.storage.staging.Staging.begin", side_effect=AssertionError("begun"))
-    with begun, pytest.raises(BadInput, match=r"hf/config\.json: expected|config\.remark"):
-        convert(tmp_path / "hf", tmp_path / "out", to=to)
-    assert not (tmp_path / "out").exists()
-
-
 def test_convert_refuses_a_name_of_another_step_for_its_output(tmp_path):
     model = nn.Linear(2, 2)
     save(tmp_path / "m", model, torch.optim.AdamW(model.parameters()), step=3)
