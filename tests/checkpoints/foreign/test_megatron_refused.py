@@ -113,17 +113,13 @@ SMALL = replace(
 )
 NO_MODELS = {
     "shared dicts": (shared_dicts(50, 8), "model: expected tensors"),
-    "digits": (
-        {"decoder.layers." + "9" * 400 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"
-    ),
+    "digits": ({f"decoder.layers.{'9' * 400}.mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"),
     "one dim": ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
     "no dim": ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
-    "expert": (
-        {f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"
-    ),
+    "expert": ({f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"),
     "grouped": ({f"{LAYER}.mlp.experts.weight1": torch.zeros(3, 5)}, "2 experts of hidden size 16"),
 }  # fmt: skip
-REFUSED = [
+test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     *(Refused(f"args-{argument}", read, rf"{key}: .*args\.{argument} in .*common\.pt",
               given=dist(args=other_args(**{argument: changed}))) for argument, changed, key in ARGUMENTS),
     Refused("factor-llama3", read, r"rope_scaling: expected llama3 32.*, .*found .*8\.0",
@@ -159,8 +155,7 @@ REFUSED = [
       for why, (entry, says) in NO_MODELS.items()),
     Refused("layers that the files lack", read, r"layers: expected 4, as args.num_layers says",
             given=legacy(edited(0, without_a_layer))),
-]  # fmt: skip
-test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(REFUSED)
+)  # fmt: skip
 
 
 def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path):
