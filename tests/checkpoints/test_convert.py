@@ -16,7 +16,15 @@ from support.folders import contents
 from support.refusals import Refused, refusals
 from support.round_trips import RoundTrip, Source, round_trips, weights
 from support.short_runs import tiny_recipe, train
-from trilith.checkpoints import Manifest, convert, differences, load, plan_conversion, read_source
+from trilith.checkpoints import (
+    Manifest,
+    convert,
+    convert_to_dcp,
+    differences,
+    load,
+    plan_conversion,
+    read_source,
+)
 from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -198,6 +206,10 @@ def end_with_nan(file):
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\xc0\x7f")
 
 
+def to_dcp(folder):
+    convert_to_dcp(folder / "out", folder / "dcp")
+
+
 def load_another_model(folder):
     raw = config("tiny_llama", hidden_size=64)
     family = family_of(raw)
@@ -205,7 +217,6 @@ def load_another_model(folder):
 
 
 NEW = r"expected a new (or empty )?directory"
-BACK = converted("out", "back", to="hf")
 test_conversions_of_what_does_not_fit_are_refused = refusals(
     Refused("C1-missing", CUT, r"model\.norm\.weight", given=hf_folder({NORM: None})),
     Refused("C2-extra", CUT, r"model\.extra", given=hf_folder({"model.extra.weight": torch.ones(3)})),
@@ -237,10 +248,9 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(
     Refused("output-file", converted(out="file"), NEW, given=with_other_outputs),
     Refused("output-source", converted(out="hf"), "hf", given=with_other_outputs),
     Refused("output-in-source", converted(out="hf/inside"), "hf", given=with_other_outputs),
-    *(Refused(why, BACK, "CRC-32", code=4, given=damaged_checkpoint(damage)) for why, damage in (
-        ("G8-flipped-bit", lambda file: flip_bit(file, -100)),
-        ("G8-flipped-bits-that-make-a-nan", end_with_nan),
-    )),
+    *(Refused(f"G8-{why}-{to}", call, "CRC-32", code=4, given=damaged_checkpoint(damage))
+      for why, damage in (("flipped-bit", lambda file: flip_bit(file, -100)), ("nan", end_with_nan))
+      for to, call in (("hf", converted("out", "back", to="hf")), ("dcp", to_dcp))),
     Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
 )  # fmt: skip

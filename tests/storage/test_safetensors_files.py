@@ -145,15 +145,6 @@ def test_an_element_left_out_is_no_finished_file(tmp_path):
     writer.abandon()
 
 
-def test_sequential_writes_are_not_read_again(tmp_path, monkeypatch):
-    writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4, 4)), "u": ("F32", (4,))})
-    for row in range(4):
-        writer.write("t", Box((row, 0), (row + 1, 4)), torch.zeros(1, 4))
-    writer.write("u", Box((0,), (4,)), torch.zeros(4))
-    monkeypatch.delattr(os, "preadv")
-    assert writer.close().crc32 == zlib.crc32((tmp_path / "w").read_bytes())
-
-
 def test_an_existing_file_is_never_written_over(tmp_path):
     (tmp_path / "w").write_bytes(b"mine")
     with pytest.raises(DiskFailed, match="File exists"):
@@ -211,15 +202,6 @@ def test_columns_by_runs_and_by_scratch(tmp_path, columns, width):
     save_file({"w": whole}, tmp_path / "t.safetensors")
     file = TensorFile.open(tmp_path / "t.safetensors")
     assert torch.equal(file.read("w", Box((5, 77), (20, 77 + columns))), whole[5:20, 77 : 77 + columns])
-
-
-def test_reading_into_memory_of_the_caller(tmp_path):
-    whole = torch.randn(8, 6)
-    save_file({"w": whole}, tmp_path / "t.safetensors")
-    out = torch.zeros(10, 6)
-    got = TensorFile.open(tmp_path / "t.safetensors").read("w", Box((2, 0), (6, 6)), out=out[1:5])
-    assert got.data_ptr() == out[1:].data_ptr()
-    assert torch.equal(out[1:5], whole[2:6]) and not out[5:].any() and not out[0].any()
 
 
 def test_columns_take_constant_extra_memory(tmp_path):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorFile
 
@@ -112,25 +112,6 @@ def test_bad_bytes_are_refused_at_once(tmp_path, why):
         assert re.search(says, message)
     assert min(seconds) < 0.05
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10
-
-
-def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path):
-    path = tmp_path / "model.safetensors"
-    variants = [GOOD[:end] for end in range(len(GOOD))]
-    for at in range(len(GOOD) - 8):
-        variants += [GOOD[:at] + bytes([GOOD[at] ^ 1 << bit]) + GOOD[at + 1 :] for bit in range(8)]
-    accepted = 0
-    for raw in variants:
-        path.write_bytes(raw)
-        try:
-            file = TensorFile.open(path)
-        except BadInput:
-            continue
-        accepted += 1  # a letter of a name changed, or I32 for F32: still one meaning, and the library agrees
-        assert {k: tuple(v.shape) for k, v in load_file(path).items()} == {
-            k: v.shape for k, v in file.tensors.items()
-        }
-    assert 0 < accepted < 40
 
 
 def test_A26_extra_field_is_read(tmp_path):

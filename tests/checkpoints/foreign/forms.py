@@ -28,14 +28,12 @@ from trilith.machine.random_files import write_hf_folder
 HERE = Path(__file__).parent
 WEIGHTS = "model.safetensors"
 CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+MLP = {"gate": "w1", "up": "w3", "down": "w2"}
 TITAN = {
     **{"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"},
     **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "layers"},
     **{f"self_attn.{part}_proj": f"attention.w{part}" for part in "qkvo"},
-    **{
-        f"mlp.{part}_proj": f"feed_forward.w{number}"
-        for part, number in (("gate", 1), ("up", 3), ("down", 2))
-    },
+    **{f"mlp.{part}_proj": f"feed_forward.{name}" for part, name in MLP.items()},
 }
 
 

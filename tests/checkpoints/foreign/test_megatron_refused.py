@@ -106,14 +106,14 @@ LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-LAYER = "decoder.layers.0"
+LAYER, DIGITS = "decoder.layers.0", "9" * 400
 #: Of one layer and two experts, and what each file of a rank may hold in place of the model.
 SMALL = replace(
     LLAMA, args=other_args(num_experts=2, num_layers=1), config=LLAMA.config | {"num_hidden_layers": 1}
 )
 NO_MODELS = {
     "shared dicts": (shared_dicts(50, 8), "model: expected tensors"),
-    "digits": ({f"decoder.layers.{'9' * 400}.mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"),
+    "digits": ({f"decoder.layers.{DIGITS}.mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"),
     "one dim": ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
     "no dim": ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
     "expert": ({f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"),
