@@ -33,26 +33,17 @@ GPT2 = config("tiny_gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 TARGETS = {
     "llama": (LLAMA, {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8}),
     "llama-all": (LLAMA, {"target_modules": "all-linear", "r": 3, "use_rslora": True}),
-    "llama-patterns": (
-        LLAMA,
-        {
-            "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)",
-            "r": 4,
-            "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6},
-            "alpha_pattern": {"o_proj": 32},
-        },
-    ),
-    "llama-layers": (
-        LLAMA,
-        {
-            "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
-            "exclude_modules": ["layers.2.mlp.up_proj"],
-            "layers_to_transform": [0, 2],
-        },
-    ),
+    "llama-patterns": (LLAMA, {
+        "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)", "r": 4,
+        "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6}, "alpha_pattern": {"o_proj": 32},
+    }),
+    "llama-layers": (LLAMA, {
+        "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
+        "exclude_modules": ["layers.2.mlp.up_proj"], "layers_to_transform": [0, 2],
+    }),
     "gpt2": (GPT2, {"target_modules": ["c_attn"], "r": 4, "lora_alpha": 8}),
     "gpt2-all": (GPT2, {"target_modules": "all-linear", "r": 3}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)

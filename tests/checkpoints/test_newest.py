@@ -7,12 +7,12 @@ import pytest
 import torch
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
+from support.families import model_of
 from support.short_runs import tiny_recipe, train, write_recipe
 from trilith.checkpoints import load, read_source, save
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_tokens
-from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, Layout, ParallelState, initialize
 from trilith.storage.remote_folder import RemoteFolder
 from trilith.testing import run_parallel
@@ -111,8 +111,7 @@ def test_at_an_address_too(damaged, tmp_path, capsys, how):
 
 
 def zoo(state):
-    family = family_of(CONFIG)
-    model = family.build(family.from_hf(CONFIG), state=state, device="cpu")
+    model = model_of(CONFIG, state=state, device="cpu")
     initialize(model, 5, state=state)
     return model, make_adamw(model, lr=1e-2)
 

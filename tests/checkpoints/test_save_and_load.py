@@ -124,11 +124,9 @@ def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
     assert run(["convert", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
     kept = ours.state[model.gain.weight]
     assert {*kept} == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
-    state = {
-        name: {key: torch.zeros_like(number) for key, number in kept.items()} for name in ("gain.weight",)
-    }
-    dcp.load({"optim": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(state["gain.weight"][key], number) for key, number in kept.items())
+    state = {key: torch.zeros_like(number) for key, number in kept.items()}
+    dcp.load({"optim": {"state": {"gain.weight": state}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(state[key], number) for key, number in kept.items())
 
 
 def grouped(layout, rates):
@@ -311,11 +309,8 @@ def stub_saved_again(name, root, layouts):
 
 @pytest.mark.parametrize("name", STUBS)
 def test_a_module_with_the_asked_names_alone_is_saved_and_loaded_in_any_layout(name, tmp_path):
-    layouts = [
-        Layout(tensor=2),
-        Layout.of(data=2, zero=3),
-        Layout.of(pipeline=2, virtual_stages=2, v_shape=True),
-    ]
+    v_shape = Layout.of(pipeline=2, virtual_stages=2, v_shape=True)
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), v_shape]
     initialize(model := STUBS[name].build(), 3)
     save(tmp_path / "alone", model, step=1)
     run_parallel(stub_saved_again, 2, name, str(tmp_path), layouts)

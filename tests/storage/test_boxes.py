@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
-from trilith.storage.strides import View, blocks, contiguous, first_flaw, runs_of
-from trilith.storage.torch_archive import ViewFile, read_archive
+from trilith.storage.strides import blocks, contiguous, first_flaw, runs_of
+from trilith.storage.torch_archive import open_state_dict
 
 
 @st.composite
@@ -105,14 +105,6 @@ def test_blocks_tile_the_box_in_order(case, most):
     assert all(piece.size <= most for piece in pieces)
 
 
-def opened(path):
-    file = ViewFile.of(path)
-    tensors = {name: one for name, one in read_archive(file).items() if isinstance(one, View)}
-    for name, view in tensors.items():
-        file.add(view, name)
-    return tensors, file
-
-
 BASE = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
 SAVED = {
     "whole": BASE,
@@ -136,8 +128,8 @@ def saved(tmp_path_factory):
 
 
 def test_every_tensor_of_an_archive_is_found_with_its_bytes(saved):
-    tensors, file = opened(saved)
-    assert tensors.keys() == SAVED.keys()
+    file = open_state_dict(saved)
+    assert file.tensors.keys() == SAVED.keys()
     for name, wanted in SAVED.items():
         read = file.read(name)
         assert read.dtype == wanted.dtype and read.shape == wanted.shape
@@ -148,7 +140,7 @@ def test_every_tensor_of_an_archive_is_found_with_its_bytes(saved):
 
 @given(st.sampled_from(["whole", "slice", "turned", "stepped"]), st.data())
 def test_any_box_of_any_view_is_that_of_the_tensor(saved, name, data):
-    _, file = opened(saved)
+    file = open_state_dict(saved)
     wanted = SAVED[name]
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in wanted.shape]
     box = Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
@@ -159,7 +151,7 @@ def test_any_box_of_any_view_is_that_of_the_tensor(saved, name, data):
 
 
 def test_the_stated_sums_are_those_of_the_stretches_that_hold_views(saved):
-    _, file = opened(saved)
+    file = open_state_dict(saved)
     raw = saved.read_bytes()
     assert len(file.sums) == len({one.untyped_storage().data_ptr() for one in SAVED.values()})
     assert all(zlib.crc32(raw[begin:end]) == crc for begin, end, crc in file.sums)
@@ -170,6 +162,6 @@ def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):
     assert negated.is_neg()
     torch.save({"a": negated}, tmp_path / "negated")
     with pytest.raises(BadInput, match=r"resolve_neg\(\)"):
-        opened(tmp_path / "negated")
+        open_state_dict(tmp_path / "negated")
     torch.save({"a": negated.resolve_neg()}, tmp_path / "plain")
-    assert opened(tmp_path / "plain")[1].read("a").tolist() == [-2.0, -4.0]
+    assert open_state_dict(tmp_path / "plain").read("a").tolist() == [-2.0, -4.0]

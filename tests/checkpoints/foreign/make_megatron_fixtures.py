@@ -31,30 +31,22 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parent))
 from megatron_models import MODELS
 
-WORLD, KINDS = 4, ("param", "exp_avg", "exp_avg_sq")
+WORLD = 4
 HERE = Path(__file__).parent / "megatron"
-
-
-def form(model, *, tp=1, pp=1, vp=1, ep=1, **special):
-    """State a model, the sizes of its layout, and what is special about the way in which it is written."""
-    plain = {"moments": None, "legacy": False, "grouped": False, "singleton": False}
-    return SimpleNamespace(model=model, tp=tp, pp=pp, vp=vp, ep=ep, **plain | special)
-
-
-#: By the name of the file.
+#: Name of the file -> the model, and what is special about the way in which it is written.
 WRITTEN = {
-    "llama": form("llama", tp=2, pp=2, moments="fully_reshardable"),
-    "llama_legacy": form("llama", tp=2, pp=2, vp=2, legacy=True),
-    "gpt2": form("gpt2", tp=2, pp=2),
-    "gpt2_legacy": form("gpt2", tp=2, pp=2, legacy=True),
-    "mixtral": form("mixtral", pp=2, ep=2),
-    "mixtral_legacy": form("mixtral", pp=2, ep=2, legacy=True),
-    "qwen3_moe": form("qwen3_moe", tp=2, ep=2, grouped=True),
-    "qwen3_moe_legacy": form("qwen3_moe", tp=2, ep=2, grouped=True, legacy=True),
-    "qwen2_moe": form("qwen2_moe", tp=2, ep=2, grouped=True, singleton=True),
+    "llama": dict(model="llama", tp=2, pp=2, moments="fully_reshardable"),
+    "llama_legacy": dict(model="llama", tp=2, pp=2, vp=2, legacy=True),
+    "gpt2": dict(model="gpt2", tp=2, pp=2),
+    "gpt2_legacy": dict(model="gpt2", tp=2, pp=2, legacy=True),
+    "mixtral": dict(model="mixtral", tp=1, pp=2, ep=2),
+    "mixtral_legacy": dict(model="mixtral", tp=1, pp=2, ep=2, legacy=True),
+    "qwen3_moe": dict(model="qwen3_moe", tp=2, pp=1, ep=2, grouped=True),
+    "qwen3_moe_legacy": dict(model="qwen3_moe", tp=2, pp=1, ep=2, grouped=True, legacy=True),
+    "qwen2_moe": dict(model="qwen2_moe", tp=2, pp=1, ep=2, grouped=True, singleton=True),
 }
 #: By megatron-core 0.13: later versions refuse to write moments as flat ranges.
-FLAT = {"llama_flat": form("llama", tp=2, moments="fully_sharded_model_space")}
+FLAT = {"llama_flat": dict(model="llama", tp=2, pp=1, moments="fully_sharded_model_space")}
 
 
 def fill(model, m, at):
@@ -88,6 +80,7 @@ def build(m, written, vp_stage, pre, post):
 
     a = m.args
     moe = a.num_experts is not None
+    tp, pp, vp, ep = (written.get(key, 1) for key in ("tp", "pp", "vp", "ep"))
     same = [
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
         *("ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
@@ -98,8 +91,8 @@ def build(m, written, vp_stage, pre, post):
     ]
     experts = {key: getattr(a, key) for key in of_experts} | dict(
         expert_tensor_parallel_size=1, num_moe_experts=a.num_experts, moe_router_load_balancing_type="none",
-        moe_grouped_gemm=written.grouped,
-        moe_token_dispatcher_type="alltoall" if written.ep > 1 else "allgather",
+        moe_grouped_gemm=written.get("grouped", False),
+        moe_token_dispatcher_type="alltoall" if ep > 1 else "allgather",
     )  # fmt: skip
     config = TransformerConfig(
         **{key: getattr(a, key) for key in same}, **(experts if moe else {}),
@@ -107,12 +100,12 @@ def build(m, written, vp_stage, pre, post):
         activation_func=torch.nn.functional.silu if a.swiglu else m.gelu,
         attention_dropout=0.0, hidden_dropout=0.0, pipeline_dtype=torch.float32,
         bias_activation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False,
-        tensor_model_parallel_size=written.tp, pipeline_model_parallel_size=written.pp,
-        virtual_pipeline_model_parallel_size=written.vp if written.vp > 1 else None,
-        sequence_parallel=False, expert_model_parallel_size=written.ep,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        sequence_parallel=False, expert_model_parallel_size=ep,
     )  # fmt: skip
-    stage = {"vp_stage": vp_stage} if written.vp > 1 else {}
     if moe:
+        stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         spec = get_gpt_decoder_block_spec(config, False, normalization=a.normalization, **stage)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=a.qk_layernorm, normalization=a.normalization)
@@ -120,13 +113,13 @@ def build(m, written, vp_stage, pre, post):
         config, spec, vocab_size=a.padded_vocab_size, max_sequence_length=a.max_position_embeddings,
         position_embedding_type=a.position_embedding_type, rotary_base=a.rotary_base,
         share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
-        pre_process=pre, post_process=post, **stage,
+        pre_process=pre, post_process=post, **({} if vp_stage is None else {"vp_stage": vp_stage}),
     )  # fmt: skip
 
 
 def check_logits(m):
     """Megatron's model computes what transformers computes with the same numbers."""
-    model = build(m, form(m.name), 0, True, True).eval()
+    model = build(m, {"grouped": False}, None, True, True).eval()
     fill(model, m, SimpleNamespace(tp=0, tps=1, ep=0, eps=1))
     ids = torch.arange(12)[None] % m.config["vocab_size"]
     mask = torch.triu(torch.ones(1, 1, 12, 12, dtype=torch.bool), 1)
@@ -141,7 +134,10 @@ def check_logits(m):
 def moments_of(model, m, at):
     first = model.decoder.layers[0].layer_number - 1
     return {
-        parameter: {key: m.part(name, first, at, key).reshape(parameter.shape).contiguous() for key in KINDS}
+        parameter: {
+            key: m.part(name, first, at, key).reshape(parameter.shape).contiguous()
+            for key in ("param", "exp_avg", "exp_avg_sq")
+        }
         for name, parameter in model.named_parameters()
     }
 
@@ -154,7 +150,10 @@ def reshardable(sharded, moments):
     for parameter in moments:
         ranges[parameter] = (at, at + parameter.numel(), 0)
         at += parameter.numel()
-    world = {key: torch.cat([one[key].reshape(-1) for one in moments.values()]) for key in KINDS}
+    world = {
+        key: torch.cat([one[key].reshape(-1) for one in moments.values()])
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    }
     optimizer = SimpleNamespace(
         get_parameter_state_dp_zero=lambda **kw: {0: {torch.float32: world}},
         gbuf_ranges=[{torch.float32: None}],
@@ -169,14 +168,23 @@ def model_space(sharded, moments, rank, ranks):
 
     # The ranks of data parallelism share a parameter's elements, and cut within a row.
     cuts = {p: (p.numel() * rank // ranks, p.numel() * (rank + 1) // ranks) for p in moments}
-    ranges = {p: {"param": SimpleNamespace(start=begin, end=end)} for p, (begin, end) in cuts.items()}
     optimizer = SimpleNamespace(
         _get_main_param_and_optimizer_states=lambda p: {
             key: value.reshape(-1)[slice(*cuts[p])].clone() for key, value in moments[p].items()
         },
         ddp_config=SimpleNamespace(use_custom_fsdp=False),
         distributed_optimizer_instance_id=0,
-        gbuf_ranges=[{torch.float32: [{"param_map": ranges}]}],
+        gbuf_ranges=[
+            {
+                torch.float32: [
+                    {
+                        "param_map": {
+                            p: {"param": SimpleNamespace(start=a, end=b)} for p, (a, b) in cuts.items()
+                        }
+                    }
+                ]
+            }
+        ],
     )
     return DistributedOptimizer.sharded_param_state_fs_model_space(optimizer, sharded)
 
@@ -187,21 +195,29 @@ def common(m, written):
     from megatron.core.transformer.enums import AttnBackend
 
     args = argparse.Namespace(
-        **vars(m.args), tensor_model_parallel_size=written.tp, pipeline_model_parallel_size=written.pp,
-        virtual_pipeline_model_parallel_size=written.vp if written.vp > 1 else None,
-        expert_model_parallel_size=written.ep,
-        expert_tensor_parallel_size=1 if written.ep > 1 else written.tp, params_dtype=torch.float32,
-        model_type=ModelType.encoder_or_decoder, attention_backend=AttnBackend.auto,
-        exit_signal=signal.SIGTERM, data_path=[Path("corpus_text_document")], iteration=3,
+        **vars(m.args),
+        tensor_model_parallel_size=written["tp"],
+        pipeline_model_parallel_size=written["pp"],
+        virtual_pipeline_model_parallel_size=written.get("vp"),
+        expert_model_parallel_size=written.get("ep", 1),
+        expert_tensor_parallel_size=1 if written.get("ep") else written["tp"],
+        params_dtype=torch.float32,
+        model_type=ModelType.encoder_or_decoder,
+        attention_backend=AttnBackend.auto,
+        exit_signal=signal.SIGTERM,
+        data_path=[Path("corpus_text_document")],
+        iteration=3,
         consumed_train_samples=24,
-    )  # fmt: skip
+    )
     return {"args": args, "checkpoint_version": 3.0, "iteration": 3}
 
 
 def write_legacy(models, m, written, folder, at):
     name = f"mp_rank_{at.tp:02d}"
-    name += f"_{at.pp:03d}" if written.pp > 1 else ""
-    name += f"_{at.ep:03d}" if written.ep > 1 else ""
+    if written["pp"] > 1:
+        name += f"_{at.pp:03d}"
+    if written.get("ep", 1) > 1:
+        name += f"_{at.ep:03d}"
     state = common(m, written)
     state["num_floating_point_operations_so_far"] = 0
     if len(models) == 1:
@@ -214,25 +230,18 @@ def write_legacy(models, m, written, folder, at):
         torch.save(state, path)
 
 
-def begin(rank, world, port, written):
-    """Start a rank, and return megatron-core's state of it."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    patch_cuda_away()
-    from megatron.core import parallel_state as ps
-
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    moe = {"expert_model_parallel_size": written.ep, "expert_tensor_parallel_size": 1}
-    interleaved = written.vp if written.vp > 1 else None
-    ps.initialize_model_parallel(written.tp, written.pp, interleaved, **moe if written.ep > 1 else {})
-    return ps
-
-
 def write(rank, name, written, folder, port):
-    ps = begin(rank, WORLD, port, written)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    patch_cuda_away()
     from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    m, tp, pp, vp, ep = MODELS[written.model], written.tp, written.pp, written.vp, written.ep
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD)
+    tp, pp, vp, ep = (written.get(key, 1) for key in ("tp", "pp", "vp", "ep"))
+    moe = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1} if ep > 1 else {}
+    ps.initialize_model_parallel(tp, pp, vp if vp > 1 else None, **moe)
+    m = MODELS[written["model"]]
     at = SimpleNamespace(
         tp=ps.get_tensor_model_parallel_rank(), tps=tp, pp=ps.get_pipeline_model_parallel_rank(),
         ep=ps.get_expert_model_parallel_rank() if ep > 1 else 0, eps=ep, dp=ps.get_data_parallel_rank(),
@@ -242,19 +251,20 @@ def write(rank, name, written, folder, port):
     models = []
     for stage in range(vp):
         pre, post = at.pp == 0 and stage == 0, at.pp == pp - 1 and stage == vp - 1
-        models.append(build(m, written, stage, pre, post))
+        models.append(build(m, written, stage if vp > 1 else None, pre, post))
         fill(models[-1], m, at)
-    if written.legacy:
+    if written.get("legacy"):
         write_legacy(models, m, written, Path(folder), at)
         torch.distributed.barrier()
         return
-    metadata = {"singleton_local_shards": written.singleton}
+    metadata = {"singleton_local_shards": written.get("singleton", False)}
     if "flat" not in name:
         metadata["dp_cp_group"] = ps.get_data_parallel_group(with_context_parallel=True)
     sharded = models[0].sharded_state_dict(metadata=metadata)
     state = {"model": sharded, **common(m, written)}
-    if by := written.moments:
+    if written.get("moments"):
         moments = moments_of(models[0], m, at)
+        by = written["moments"]
         made = (
             reshardable(sharded, moments)
             if by == "fully_reshardable"
@@ -264,7 +274,10 @@ def write(rank, name, written, folder, port):
         state["optimizer"] = {
             "optimizer": {"param_groups": [group]}, "param_state": made, "param_state_sharding_type": by,
         }  # fmt: skip
-    content = {"distrib_optim_sharding_type": by, "singleton_local_shards": written.singleton}
+    content = {
+        "distrib_optim_sharding_type": written.get("moments"),
+        "singleton_local_shards": metadata["singleton_local_shards"],
+    }
     stated = {} if "flat" in name else {"content_metadata": content}
     dist_checkpointing.save(
         state, folder, TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1), **stated
@@ -273,16 +286,24 @@ def write(rank, name, written, folder, port):
 
 
 def check(rank, name, port):
-    begin(rank, 1, port, form(name))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    patch_cuda_away()
+    from megatron.core import parallel_state as ps
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    ps.initialize_model_parallel(1, 1)
     check_logits(MODELS[name])
 
 
-if __name__ == "__main__":
-    wanted = sys.argv[1:]
-    table = FLAT if wanted == ["flat"] else {name: WRITTEN[name] for name in wanted or WRITTEN}
+def main():
+    table = FLAT if sys.argv[1:2] == ["flat"] else WRITTEN
+    wanted = sys.argv[2:] if sys.argv[1:2] == ["flat"] else sys.argv[1:]
+    HERE.mkdir(exist_ok=True)
     for number, (name, written) in enumerate(table.items()):
-        if not written.legacy:
-            mp.spawn(check, (written.model, 29600 + number), nprocs=1)
+        if wanted and name not in wanted:
+            continue
+        if not written.get("legacy"):
+            mp.spawn(check, (written["model"], 29600 + number), nprocs=1)
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "iter_0000003"
             folder.mkdir()
@@ -291,3 +312,7 @@ if __name__ == "__main__":
                 for path in sorted(folder.rglob("*")):
                     tar.add(path, path.relative_to(scratch), recursive=False)
         print(name, (HERE / f"{name}.tar.xz").stat().st_size, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_is_named_under_torchs_writer(made, tmp_path, size):
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_commands_read_every_form(made, capsys):
+def test_the_commands_read_every_form(made, tmp_path, capsys):
     config = ["--config", str(made / "hf")]
     assert run(["inspect", str(made / "titan")]) == 0
     assert "tok_embeddings.weight" in capsys.readouterr().out
@@ -192,6 +192,10 @@ def test_the_commands_read_every_form(made, capsys):
     assert run(["diff", str(made / "hf"), str(made / "llama3"), *config]) == 0
     assert run(["inspect", str(made / "llama3")]) == 0
     assert "hidden_size = 16" in capsys.readouterr().out
+    checkpoint, config = map(str, unpacked("llama_legacy", tmp_path))
+    assert run(["verify", checkpoint, "--config", config]) == run(["inspect", checkpoint]) == 0
+    told = capsys.readouterr().out
+    assert "Megatron legacy" in told and "vocab_size = 1 to 32" in told
 
 
 @pytest.mark.parametrize("form", ["hf", "twice", *FORMS])

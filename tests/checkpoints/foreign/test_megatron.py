@@ -23,7 +23,6 @@ from megatron_by_hand import (
 from megatron_models import MODELS
 from support.round_trips import RoundTrip, Source, round_trips
 from trilith.checkpoints import convert, load, read_source, save
-from trilith.cli.app import run
 
 LLAMA = MODELS["llama"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -193,14 +192,3 @@ def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):
     written = write_dist(tmp_path / STEP, whole(LLAMA), args=LLAMA.args, states=states)
     torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared_dicts(100, 6)}, written / "common.pt")
     assert read_source(written, config=config_of(LLAMA, tmp_path)).moments
-
-
-def test_the_commands_read_a_checkpoint_of_megatron(tmp_path, capsys):
-    checkpoint, config = map(str, unpacked("llama_legacy", tmp_path))
-    out = str(tmp_path / "out")
-    assert run(["convert", checkpoint, out, "--config", config, "--tensor", "2", "--pipeline", "2"]) == 0
-    assert run(["diff", checkpoint, out, "--config", config]) == 0
-    assert run(["verify", checkpoint, "--config", config]) == 0
-    assert run(["inspect", checkpoint]) == 0
-    told = capsys.readouterr().out
-    assert "Megatron legacy" in told and "equal, bit for bit" in told and "vocab_size = 1 to 32" in told
