@@ -66,18 +66,6 @@ def test_a_folder_at_an_address_without_its_whole_index_is_refused_by_its_addres
     assert told.count("\n") == 1 and len(told) < 400 and not (tmp_path / "out").exists()
 
 
-def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path):
-    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
-    for step in (2, 10):
-        convert(tmp_path / "hf", tmp_path / f"of-{step}", tensor=step // 2 % 4)
-        put(f"memory://run/step-{step:08d}", tmp_path / f"of-{step}")
-    RemoteFolder("memory://run").write("step-00000012/half.safetensors", b"without a manifest")
-    with pytest.warns(UserWarning, match="step-00000012.*the copy has not ended; using step-00000010"):
-        assert contents(local_folder("memory://run")) == contents(tmp_path / "of-10")
-        assert run(["convert", "memory://run", str(tmp_path / "back"), "--to", "hf"]) == 0
-    assert run(["diff", str(tmp_path / "back"), str(tmp_path / "hf")]) == 0
-
-
 def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path):
     here = TokenFile.open(write_tokens(tmp_path / "tokens" / "corpus"))
     write_tokens(tmp_path / "tokens" / "other")
@@ -166,16 +154,6 @@ def test_an_output_at_an_address_is_refused_before_anything_is_read(tmp_path, mo
         with pytest.raises(BadInput, match=f"^{said}: expected a path of this machine, found an address"):
             write("hf", address)
     assert contents(tmp_path) == before
-
-
-def test_an_absent_path_in_a_folder_that_is_here_is_not_asked_of_the_hub(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
-    with mock.patch("huggingface_hub.snapshot_download", side_effect=AssertionError):
-        for name in ("out/sharded", "./out/sharded", "./nowhere/sharded"):
-            assert run(["inspect", name]) == 2
-            told = capsys.readouterr().err
-            assert "expected a Hugging Face folder or a checkpoint, found no such" in told, told
 
 
 def test_what_is_no_url_stays_a_path(tmp_path, monkeypatch):

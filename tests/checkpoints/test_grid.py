@@ -1,7 +1,5 @@
 """A grid says by rule what each rank stores: equal to the declarations, never expanded, else refused."""
 
-import tracemalloc
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from pydantic import ValidationError
 from support.draws import drawn
 from support.refusals import Refused, refusals
 from trilith.checkpoints.stored_tensor import Grid
-from trilith.parallel_state import BadCheckpoint, Box, Cut, Declaration, Layout
+from trilith.parallel_state import Box, Cut, Declaration, Layout
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -89,15 +87,13 @@ def cut(**changes):
     return {"dim": 0, "rows": 2, "count": 4, "apart": 1} | changes
 
 
-def checked(shape, *cuts):
-    grid = Grid.model_validate({"first": 0, "cuts": cuts})
-    return lambda folder=None: grid.check("manifest.json", "w", shape, range(4))
+def refused(why, cuts, says, shape=(8,)):
+    grid = Grid.model_validate({"first": 0, "cuts": tuple(cuts)})
+    return Refused(why, lambda folder: grid.check("manifest.json", "w", shape, range(4)), says, code=4)
 
 
-def refused(why, cuts, says):
-    return Refused(why, checked((8,), *cuts), says, code=4)
-
-
+MANY_EACH = [cut(dim=dim, rows=1, count=10**6, apart=10 ** (6 * dim)) for dim in range(3)]
+MOST = "at most 4 parts, one a file, found 1,000,000,000,000"
 test_a_grid_that_cannot_be_is_refused_in_one_line = refusals(
     refused("a part missing", [cut(count=3)], r"dim 0, 6:8 owned by nobody"),
     refused("rows missing", [cut(rows=1)], r"dim 0, 4:8 owned by nobody"),
@@ -106,34 +102,15 @@ test_a_grid_that_cannot_be_is_refused_in_one_line = refusals(
     refused("two parts in a file", [cut(), cut(rows=1, count=2, apart=3)], "one part in each file"),
     refused("a file missing", [cut(apart=2)], "none of rank 4"),
     refused("more parts than files", [cut(rows=1, count=8)], "at most 4 parts, one a file, found 8"),
-    refused("a huge count", [cut(rows=1, count=10**15)], "at most 4 parts"),
-)
+    # Parts without number, which are never written out.
+    refused("countless", [cut(rows=1, count=10**18)], MOST, (10**18,)),
+    refused("countless in three dims", MANY_EACH, MOST, (10**6,) * 3),
+    refused("countless within others", [cut(rows=10**6, count=10**6), cut(rows=1, count=10**6, apart=10**6)],
+            MOST, (10**12,)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{"rows": 0}, {"count": 0}, {"apart": 0}, {"dim": -1}, {"rows": -2}])
 def test_no_number_of_a_cut_is_negative_or_nothing(changes):
     with pytest.raises(ValidationError):
         Grid.model_validate({"first": 0, "cuts": (cut(**changes),)})
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(checked((10**18,), cut(rows=1, count=10**18)), id="one-cut"),
-        pytest.param(
-            checked((10**6,) * 3, *(cut(dim=d, rows=1, count=10**6, apart=10 ** (6 * d)) for d in range(3))),
-            id="three-dims",
-        ),
-        pytest.param(
-            checked((10**12,), cut(rows=10**6, count=10**6), cut(rows=1, count=10**6, apart=10**6)),
-            id="one-within-the-other",
-        ),
-    ],
-)
-def test_the_memory_for_a_grid_of_countless_parts_is_bounded(check):
-    tracemalloc.start()
-    with pytest.raises(BadCheckpoint, match="at most 4 parts"):
-        check()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -12,17 +13,18 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.configs import TINY_LLAMA, config
 from support.damage import audited
-from support.families import config_of, transformers_model
+from support.families import transformers_model
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import HFFolder, convert, differences, read_source
-from trilith.checkpoints.hugging_face.writer import open_file, plan_shards, write_config_and_index
+from trilith.checkpoints.convert import plan
+from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.machine.random_files import write_hf_folder
-from trilith.parallel_state import BadInput, Box
+from trilith.parallel_state import BadInput
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -225,8 +227,10 @@ def test_a_model_that_is_nowhere_is_refused_offline(snapshot):
     assert "not in the cache" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_is_no_model_id_is_only_a_folder(snapshot):
-    for name in ("missing", "./some/llama", "/some/llama", "some/llama/x", "../llama", "a/"):
+def test_what_is_no_model_id_is_only_a_folder(snapshot, tmp_path):
+    (tmp_path / "out").mkdir()
+    ids = ("missing", "./some/llama", "/some/llama", "some/llama/x", "../llama", "a/", "out/sharded")
+    for name in ids:
         with pytest.raises(BadInput, match="no such folder"):
             read_source(name)
 
@@ -247,36 +251,18 @@ def test_shards_are_cut_as_hugging_face_cuts_them(rows, most):
 
 
 @pytest.mark.parametrize("most", [30_000, 10**9])
-def test_transformers_reads_what_is_written(tmp_path, most):
+def test_transformers_reads_what_is_written(tmp_path, monkeypatch, most):
+    """The files and their index are those that transformers writes."""
     model = transformers_model(config("tiny_llama", tie_word_embeddings=False))
-    raw, state = config_of(model), model.state_dict()
-    target = tmp_path / "out"
-    target.mkdir()
-    spec = {name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()}
-    shards = plan_shards(spec, most)
-    files = [open_file(target / file, {name: spec[name] for name in names}) for file, names in shards.items()]
-    for file in files:
-        for name in file.entries:
-            file.write(name, Box.whole(tuple(state[name].shape)), state[name])
-    written = [file.close() for file in files]
-    write_config_and_index(target, raw, files)
-
-    folder = HFFolder(target)
-    assert {name: one.parts[0].stored.file.path for name, one in folder.catalog.items()} == {
-        name: file.path for file in files for name in file.entries
-    }
-    assert [path.stat().st_size for path in sorted(target.glob("*.safetensors"))] == [w.size for w in written]
-    assert (len(written) > 1) == (most == 30_000)
-    assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), state)
-
-    # byte for byte the index that transformers writes, and the same metadata inside the files
     model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
-    assert (target / INDEX).exists() == (tmp_path / "theirs" / INDEX).exists()
-    if (target / INDEX).exists():
-        ours, theirs = (json.loads((d / INDEX).read_text()) for d in (target, tmp_path / "theirs"))
-        assert ours["metadata"] == theirs["metadata"]
-        assert ours["weight_map"].keys() == theirs["weight_map"].keys()
-    for path in target.glob("*.safetensors"):
+    monkeypatch.setattr(plan, "plan_shards", partial(plan_shards, max_shard_size=most))
+    convert(tmp_path / "theirs", tmp_path / "out", to="hf")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), model.state_dict())
+    indexes = [json.loads(path.read_text()) for path in tmp_path.glob(f"*/{INDEX}")]
+    assert len(indexes) == (2 if most == 30_000 else 0)
+    for index in indexes:
+        assert index["metadata"] == indexes[0]["metadata"]
+        assert index["weight_map"].keys() == indexes[0]["weight_map"].keys()
+    for path in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-        assert load_file(path)

@@ -1,20 +1,25 @@
-"""LoRA adapters between here and PEFT, of experts too: the same modules, logits, gradients and files."""
+"""LoRA adapters between here and PEFT, of experts too: the same modules, logits, gradients and files; merged
+into their base, the unmerged model's logits, and other tensors byte for byte.
+"""
 
+import importlib
 import json
+import shutil
+from functools import cache
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.configs import TINY_LLAMA, TINY_MIXTRAL, config
+from support.configs import MODELS, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL, config
 from support.families import transformers_model, with_adapters
 from support.refusals import Refused, refusals
-from support.round_trips import assert_same
+from support.round_trips import assert_same, weights
 from support.short_runs import tiny_recipe, train, whole_tensors
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import convert, load, load_source, read_adapter, read_source
+from trilith.checkpoints import carry_out, convert, load, load_source, plan_merge, read_adapter, read_source
 from trilith.cli.app import run
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
 from trilith.machine.random_files import write_tokens
@@ -28,26 +33,17 @@ GPT2 = config("tiny_gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 TARGETS = {
     "llama": (LLAMA, {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8}),
     "llama-all": (LLAMA, {"target_modules": "all-linear", "r": 3, "use_rslora": True}),
-    "llama-patterns": (
-        LLAMA,
-        {
-            "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)",
-            "r": 4,
-            "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6},
-            "alpha_pattern": {"o_proj": 32},
-        },
-    ),
-    "llama-layers": (
-        LLAMA,
-        {
-            "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
-            "exclude_modules": ["layers.2.mlp.up_proj"],
-            "layers_to_transform": [0, 2],
-        },
-    ),
+    "llama-patterns": (LLAMA, {
+        "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)", "r": 4,
+        "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6}, "alpha_pattern": {"o_proj": 32},
+    }),
+    "llama-layers": (LLAMA, {
+        "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
+        "exclude_modules": ["layers.2.mlp.up_proj"], "layers_to_transform": [0, 2],
+    }),
     "gpt2": (GPT2, {"target_modules": ["c_attn"], "r": 4, "lora_alpha": 8}),
     "gpt2-all": (GPT2, {"target_modules": "all-linear", "r": 3}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -135,9 +131,8 @@ def test_peft_refuses_a_choice_of_blocks_beside_a_string_of_targets(why):
         peft.LoraConfig(**BESIDE[why])
 
 
-BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-OF_EXPERTS = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH]}
-IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": BOTH}
 
 
 @pytest.fixture(scope="module")
@@ -157,21 +152,14 @@ def trained(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained, tmp_path):
+def test_a_runs_adapters_are_pefts(trained):
     stated = json.loads((trained / "adapter" / "adapter_config.json").read_text())
-    assert stated["target_parameters"] == [*BOTH]
+    assert stated["target_parameters"] == BOTH
     plain = AutoModelForCausalLM.from_pretrained(trained / "base")
-    theirs = peft.PeftModel.from_pretrained(plain, trained / "adapter").eval()
+    theirs = peft.PeftModel.from_pretrained(plain, trained / "adapter")
     written = load_file(trained / "adapter" / "adapter_model.safetensors")
     assert_same({n.replace(".default", ""): p for n, p in theirs.named_parameters() if "lora_" in n}, written)
     assert all(float(one.abs().max()) > 0 for name, one in written.items())  # B has moved
-    base, adapter, out = (str(one) for one in (trained / "base", trained / "adapter", tmp_path / "merged"))
-    assert run(["merge-lora", base, adapter, out]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(out).eval()
-    expected = theirs(IDS).logits
-    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
-    with theirs.disable_adapter():
-        assert float((theirs(IDS).logits - expected).abs().max()) > 1e-3
 
 
 def factors(folder, layouts):
@@ -208,16 +196,151 @@ def checked(model, **lora):
 
 DOWN = {"target_parameters": ["down_proj"]}
 test_targets_that_are_not_there_are_refused = refusals(
-    Refused(
-        "no such stack",
-        checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
-        r"mlp.experts.down_proj, mlp.experts.gate_up",
-    ),
+    Refused("no such stack", checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
+            r"mlp.experts.down_proj, mlp.experts.gate_up"),
     Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
-    Refused(
-        "dropout",
-        checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
-        "lora_dropout: expected 0 beside target_parameters",
-    ),
+    Refused("dropout", checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
+            "lora_dropout: expected 0 beside target_parameters"),
     Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
-)
+)  # fmt: skip
+
+IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
+#: Both of a stack's matrices: (E, in, out) in gpt_oss, (E, out, in) in granitemoehybrid, whole in the files;
+#: an expert at a time in those of mixtral.
+STACKS = {
+    "r": 3,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+MERGED = {
+    "llama": (
+        LLAMA,
+        {"target_modules": ["q_proj", "down_proj"], "r": 4, "use_rslora": True, "lora_alpha": 6},
+    ),
+    "gpt2": (TINY_GPT2, {"target_modules": "all-linear", "r": 3, "alpha_pattern": {"c_attn": 12}}),
+    **{name: (MODELS[name], STACKS) for name in ("gpt_oss", "granitemoehybrid", "mixtral")},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """``made(name)``: PEFT's model, and the folder with its ``base`` and ``adapter``, made once."""
+
+    @cache
+    def make(name):
+        raw, lora = MERGED[name]
+        base, folder = transformers_model(raw), tmp_path_factory.mktemp(name)
+        base.save_pretrained(folder / "base")
+        model = with_adapters(base, **lora)
+        model.save_pretrained(folder / "adapter")
+        return model, folder
+
+    return make
+
+
+def merge(folder, out, base="base", *options):
+    return run(["merge-lora", str(folder / base), str(folder / "adapter"), str(out), *options])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MERGED)
+def test_the_merged_model_gives_the_unmerged_models_logits(made, name, tmp_path):
+    model, folder = made(name)
+    assert merge(folder, tmp_path / "out") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = model(IDS).logits
+    assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    with model.disable_adapter():
+        assert float((model(IDS).logits - expected).abs().max()) > 1e-3
+    before, after = weights(folder / "base"), weights(tmp_path / "out")
+    inside = model.get_base_model().state_dict()
+    sites = {name.split(".base_layer")[0] for name in inside if ".base_layer" in name}
+    changed = {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])}
+    stacks = {name for name in changed if ".experts." in name or "moe." in name}
+    assert before.keys() == after.keys()
+    assert changed - stacks == {site for site in sites if ".experts" not in site}
+    assert bool(stacks) == (MERGED[name][1] is STACKS)
+    assert (folder / "base" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_stored_format_stays_and_the_sum_is_rounded_once(made, name, tmp_path):
+    model, folder = made(name)
+    shutil.copytree(folder, tmp_path / "half")
+    stored = {name: weight.bfloat16() for name, weight in weights(folder / "base").items()}
+    save_file(stored, tmp_path / "half" / "base" / "model.safetensors", metadata={"format": "pt"})
+    assert merge(tmp_path / "half", tmp_path / "out") == 0
+    merged = weights(tmp_path / "out")
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            key = name.removeprefix("base_model.model.") + ".weight"
+            exact = stored[key].double() + module.get_delta_weight("default").detach().double()
+            error = (merged[key].double() - exact).abs()
+            assert merged[key].dtype == torch.bfloat16
+            assert bool((error <= exact.abs() * 2**-8 * 1.001 + 1e-7).all()), key
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_base_of_any_layout_and_a_block_at_a_time_come_to_the_same(made, name, tmp_path, monkeypatch):
+    _, folder = made(name)
+    convert(folder / "base", tmp_path / "cut", tensor=2, pipeline=2)
+    assert merge(folder, tmp_path / "out") == merge(folder, tmp_path / "other", tmp_path / "cut") == 0
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "other"))
+    monkeypatch.setattr(importlib.import_module("trilith.checkpoints.convert.carry_out"), "BLOCK", 2000)
+    assert merge(folder, tmp_path / "small", "base", "--workers", "3") == 0
+    assert_close(weights(tmp_path / "out"), weights(tmp_path / "small"), rtol=1e-6, atol=1e-7)
+
+
+def spoiled(tensors=lambda name, one: {}, **fields):
+    """Return what writes a base and an adapter, some of whose fields and of whose tensors are changed."""
+
+    def give(folder):
+        raw, lora = MERGED["llama"]
+        base = transformers_model(raw)
+        base.save_pretrained(folder / "base")
+        with_adapters(base, **lora).save_pretrained(folder / "adapter")
+        file, stated = folder / "adapter/adapter_model.safetensors", folder / "adapter/adapter_config.json"
+        stated.write_text(json.dumps(json.loads(stated.read_text()) | fields))
+        kept = load_file(file)
+        first = min(name for name in kept if "lora_A" in name)
+        kept |= tensors(first, kept[first])
+        save_file({name: one for name, one in kept.items() if one is not None}, file)
+
+    return give
+
+
+def merging(base="base", adapter="adapter"):
+    return lambda folder: carry_out(plan_merge(folder / base, folder / adapter), folder / "out")
+
+
+EXTRA = "base_model.model.lm_head.lora_A.weight"
+test_adapters_that_do_not_fit_are_refused = refusals(
+    *(Refused(why, merging(), says, given=spoiled(change)) for why, says, change in (
+        ("missing", r"lora_A.weight.: expected \[.*\], found no such tensor\. .* target_modules", lambda name, one: {name: None}),
+        ("extra", "lm_head.lora_A.weight': expected no such tensor", lambda name, one: {EXTRA: one.clone()}),
+        ("shape", r"expected \[", lambda name, one: {name: one[:, 1:].clone()}),
+        ("nan", "expected finite numbers", lambda name, one: {name: one * float("nan")}),
+    )),
+    *(Refused(why, merging(), says, given=spoiled(**fields)) for why, says, fields in (
+        ("rank", r"expected \[", {"r": 5}),
+        ("bias", "bias: expected 'none'", {"bias": "all"}),
+        ("save", "modules_to_save: .*absent", {"modules_to_save": ["lm_head"]}),
+        ("pissa", "init_lora_weights", {"init_lora_weights": "pissa"}),
+        ("future", "use_new: expected absent", {"use_new": {"a": 1}}),
+    )),
+    *(Refused(why, call, "LoRA adapters", given=spoiled()) for why, call in (
+        ("a base is no adapter", merging("base", "base")),
+        ("an adapter is no base", merging("adapter")),
+        ("a model as adapters", lambda folder: convert(folder / "base", folder / "x", to="peft")),
+    )),
+)  # fmt: skip
+
+
+def test_finite_numbers_are_told_without_a_mask(made, tmp_path, monkeypatch):
+    """A mask of booleans takes 15 to 30 times as long as two maxima."""
+    _, folder = made("llama")
+    monkeypatch.setattr(torch, "isfinite", lambda numbers: pytest.fail("it makes a mask"))
+    assert merge(folder, tmp_path / "out") == 0
+    convert(folder / "base", tmp_path / "cut", tensor=2)
+    load(tmp_path / "cut")

@@ -1,5 +1,6 @@
 """A mirror has whole copies of the newest checkpoints or none, wherever the copying stops."""
 
+import re
 import shutil
 from contextlib import suppress
 from itertools import count
@@ -46,13 +47,18 @@ def fetched(place, to):
     return to
 
 
-def accepted(folder):
+def accepted(folder, read=lambda path: verify(path, Manifest.load(path))):
+    """Return the steps of the folders that are read."""
     steps = []
     for path in sorted(folder.glob("step-*")):
-        with suppress(BadCheckpoint):
-            verify(path, Manifest.load(path))
+        with suppress(BadCheckpoint, FileNotFoundError):
+            read(path)
             steps.append(int(path.name.removeprefix("step-")))
     return steps
+
+
+def whole_manifest(path):
+    return Manifest.parse((path / MANIFEST).read_bytes(), path)
 
 
 def same_files(first, second):
@@ -65,15 +71,6 @@ def mirrored(place, run, *steps):
     for step in steps:
         mirror.copy(written(run, step))
     return mirror
-
-
-def stated(folder):
-    """Return the steps of the folders with a manifest that is whole."""
-    steps = []
-    for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
-        with suppress(BadCheckpoint):
-            steps.append(Manifest.parse(path.read_bytes(), path).step)
-    return [step for step in steps if step is not None]
 
 
 def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place, tmp_path):
@@ -104,7 +101,7 @@ def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place, tmp_
             break
         there = accepted(fetched(url, tmp_path / "fetched"))
         assert there in ([1], [1, 2], [2]), (at, operations)
-        assert stated(tmp_path / "fetched") == there, (at, operations)
+        assert accepted(tmp_path / "fetched", whole_manifest) == there, (at, operations)
         for step, original in ((1, first), (2, second)):
             copy = tmp_path / "fetched" / original.name
             assert step not in there or same_files(copy, original), (at, operations)
@@ -216,49 +213,31 @@ def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_pa
         saver_of(tmp_path / "run", nn.Linear(3, 2), mirror="memory://locked")
 
 
-def mirrored_recipe(tmp_path, *, steps, keep):
-    tokens = write_tokens(tmp_path / "tokens")
-    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": keep}
-    model = {"config": TINIEST_LLAMA}
-    return tiny_recipe(tmp_path / "run", tokens, steps=steps, model=model, checkpoint=mirrored)
+FILE = "rank-00000-of-00001.safetensors"
+#: What has happened to a file of the newest copy, as to one that a kill cut short, and what is said of it.
+LOST = {
+    "no-manifest": (MANIFEST, lambda raw: None, f": expected {MANIFEST}, found none: the copy has not ended"),
+    "no-file": (FILE, lambda raw: None, f"/{FILE}: expected .* found no such file"),
+    "short": (FILE, lambda raw: raw[:5], f"/{FILE}: expected .* found 5 bytes"),
+    "bit": (FILE, lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), f"/{FILE}: CRC-32: expected .*"),
+}
 
 
-def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
-    mirror = mirrored(place, tmp_path / "run", 1, 2, 3)
-    mirror.folder.remove(f"step-00000003/{MANIFEST}")  # as a copy that a kill cut short
-    path, lines = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000002" and same_files(path, tmp_path / "run" / path.name)
-    missing = f"expected {MANIFEST}, found none: the copy has not ended"
-    assert lines == [f"passed over: {place}/step-00000003: {missing}; using step-00000002"]
-    assert [*(tmp_path / "new").iterdir()] == [path]
-
-
-def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_path):
-    mirror = mirrored(place, tmp_path / "run", 1, 2)
-    (file,) = (tmp_path / "run" / "step-00000002").glob("*.safetensors")
-    flip_bit(file, -1)
-    mirror.folder.write(f"step-00000002/{file.name}", file.read_bytes())
-    path, lines = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001" and same_files(path, tmp_path / "run" / path.name)
-    (line,) = lines
-    assert f"{place}/step-00000002/{file.name}: CRC-32: expected " in line
-    assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
-
-
-@pytest.mark.parametrize(("left", "says"), [(None, "no such file"), (b"short", "5 bytes")])
-def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path, left, says):
+@pytest.mark.parametrize(("name", "damage", "says"), LOST.values(), ids=LOST)
+def test_a_damaged_copy_is_passed_over_and_made_anew(place, tmp_path, name, damage, says):
     mirror = mirrored(place, tmp_path / "run", 1, 2)
     original = tmp_path / "run" / "step-00000002"
-    file = next(original.glob("*.safetensors"))
-    mirror.folder.remove(f"{original.name}/{file.name}")
-    if left is not None:
-        mirror.folder.write(f"{original.name}/{file.name}", left)
+    mirror.folder.remove(f"{original.name}/{name}")
+    if (left := damage((original / name).read_bytes())) is not None:
+        mirror.folder.write(f"{original.name}/{name}", left)
     path, (line,) = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001"
-    assert line.startswith(f"passed over: {place}/{original.name}/{file.name}: expected ")
-    assert f"found {says}" in line and line.endswith("; using step-00000001")
-    assert mirror.copy(original) == f"{place}/{original.name}"
-    assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
+    assert path == tmp_path / "new" / "step-00000001" and same_files(path, tmp_path / "run" / path.name)
+    assert [*(tmp_path / "new").iterdir()] == [path]
+    assert re.fullmatch(f"passed over: {place}/{original.name}{says}; using step-00000001", line)
+    if "CRC" not in says:  # which is known only when the file is read
+        assert mirror.copy(original) == f"{place}/{original.name}"
+        assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
+    assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
 def test_what_a_killed_copy_of_an_older_step_left_is_deleted(place, tmp_path, stopped_at):
@@ -296,12 +275,14 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(pla
 
 @pytest.mark.usefixtures("group_of_one")
 def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path):
-    raw = mirrored_recipe(tmp_path, steps=4, keep=9)
+    checkpoint = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": 9}
+    tokens, model = write_tokens(tmp_path / "tokens"), {"config": TINIEST_LLAMA}
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, model=model, checkpoint=checkpoint)
     run_recipe(raw | {"stop_after": 2})
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(BadInput, match=r"no checkpoints, found step-00000002.*checkpoint\.restore=true"):
         run_recipe(raw)
-    restoring = raw | {"checkpoint": raw["checkpoint"] | {"restore": True}}
+    restoring = raw | {"checkpoint": checkpoint | {"restore": True}}
     assert [one.step for one in run_recipe(restoring)] == [2, 3]
     run_recipe({**raw, "out": str(tmp_path / "whole"), "checkpoint": {"every": 1, "keep": 9}})
     for step in (3, 4):

@@ -126,21 +126,16 @@ def test_every_byte_of_mxfp4_with_every_scale_is_what_transformers_makes_of_it(s
     assert unpacked.shape == wanted.shape and torch.equal(unpacked, wanted)
 
 
-def packed_fp8(folder):
-    return Source(write_packed(folder, fp8_model()), fp8_model().plain, config=fp8_model().raw)
-
-
-def packed_mxfp4(folder):
-    return Source(write_packed(folder, mxfp4_model()), mxfp4_model().plain, config=mxfp4_model().raw)
+def source_of(made):
+    return lambda folder: Source(write_packed(folder, made()), made().plain, config=made().raw)
 
 
 FURTHER = "model.layers.4.eh_proj.weight"
-test_packed_weights_come_back_as_bf16 = round_trips([
-    RoundTrip("fp8-one rank", packed_fp8, ["--tensor 1 --verify", "--to hf"], warns=FURTHER),
-    RoundTrip("fp8-four ranks", packed_fp8, ["--tensor 2 --pipeline 2", "--to hf"], warns=FURTHER),
-    RoundTrip("mxfp4-one rank", packed_mxfp4, ["--tensor 1 --verify", "--to hf"]),
-    RoundTrip("mxfp4-four ranks", packed_mxfp4, ["--tensor 2 --pipeline 2", "--to hf"]),
-])  # fmt: skip
+test_packed_weights_come_back_as_bf16 = round_trips(
+    RoundTrip(f"{name}-{way}", source, [way, "--to hf"], warns)
+    for name, source, warns in (("fp8", source_of(fp8_model), FURTHER), ("mxfp4", source_of(mxfp4_model), ""))
+    for way in ("--tensor 1 --verify", "--tensor 2 --pipeline 2")
+)
 
 
 def test_a_model_is_loaded_from_packed_weights(packed, tmp_path):

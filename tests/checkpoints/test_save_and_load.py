@@ -48,17 +48,9 @@ class Late(Embedder):
         self.late = nn.Parameter(torch.ones(3))
 
 
-class Scaled(nn.Linear):
-    """Have a parameter that is a single number, as what optimizers keep of it may be."""
-
-    def __init__(self, *, state):
-        super().__init__(3, 2)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-
-def made(name, layout, module=Late):
+def made(name, layout):
     state = ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
-    model = module(state=state)
+    model = Late(state=state)
     shard_over_data(model, state, Precision())
     optimizer = getattr(torch.optim, name.partition("-")[0])
     return state, model, optimizer(model.parameters(), 0.01, **OPTIMIZERS[name])
@@ -79,11 +71,10 @@ def saved_again(names, root, layouts):
         save(f"{root}/{name}/{number}", model, optimizer, step=2, state=state)
 
 
-def begun(name, root, module=Late):
+def begun(name, root):
     """Save after two steps; return the model after one more."""
-    _, model, optimizer = made(name, Layout(), module)
-    if module is Late:
-        initialize(model, 1, among=[n for n, _ in model.named_parameters() if n != "late"])
+    _, model, optimizer = made(name, Layout())
+    initialize(model, 1, among=[n for n, _ in model.named_parameters() if n != "late"])
     for number in range(2):
         moved(model, optimizer, number)
     save(root / "alone", model, optimizer, step=2)
@@ -91,17 +82,15 @@ def begun(name, root, module=Late):
     return model
 
 
-def check_goes_on(name, place, expected, module=Late):
-    _, model, optimizer = made(name, Layout(), module)
+def check_goes_on(name, place, expected):
+    _, model, optimizer = made(name, Layout())
     moved(model, optimizer, 7)  # nothing that it keeps of this stays
-    padding = model.embed.weight.data[37:] if module is Late else torch.zeros(0)
-    padding.fill_(1)
+    padding = model.embed.weight.data[37:].fill_(1)
     load(place, model, optimizer)
     assert not padding.any()
     moved(model, optimizer, 2)
     for (key, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        rows = slice(0, 37) if parameter.dim() else ...  # without the padding
-        assert torch.equal(parameter[rows], other[rows]), key
+        assert torch.equal(parameter[:37], other[:37]), key  # without the padding
 
 
 def test_every_optimizer_goes_on_bit_for_bit_through_any_layout(tmp_path):
@@ -116,11 +105,6 @@ def test_every_optimizer_goes_on_bit_for_bit_through_any_layout(tmp_path):
             assert Manifest.load(place / "step-00000002").optimizer == stated, name
             assert [*differences(read_source(alone), read_source(place))] == [], name
             check_goes_on(name, place, expected[name])
-
-
-@pytest.mark.parametrize("name", ["AdamW", "ASGD", "NAdam"])
-def test_what_is_kept_of_a_single_number_comes_back_too(name, tmp_path):
-    check_goes_on(name, tmp_path / "alone", begun(name, tmp_path, Scaled), Scaled)
 
 
 def test_the_state_goes_along_into_a_converted_checkpoint(tmp_path):
@@ -140,11 +124,9 @@ def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
     assert run(["convert", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
     kept = ours.state[model.gain.weight]
     assert {*kept} == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
-    state = {
-        name: {key: torch.zeros_like(number) for key, number in kept.items()} for name in ("gain.weight",)
-    }
-    dcp.load({"optim": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(state["gain.weight"][key], number) for key, number in kept.items())
+    state = {key: torch.zeros_like(number) for key, number in kept.items()}
+    dcp.load({"optim": {"state": {"gain.weight": state}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(state[key], number) for key, number in kept.items())
 
 
 def grouped(layout, rates):
@@ -241,12 +223,6 @@ def test_adapters_go_on_in_a_loop_of_one_s_own_in_any_layout(tmp_path):
     model = load(root).model
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter[: len(last[name])], last[name]), name
-    # Another base is refused: the model knows its own.
-    other, _ = zoo()
-    save(tmp_path / "other", other)
-    model, optimizer = with_adapters(tmp_path / "other", Layout())
-    with pytest.raises(BadInput, match="that the adapters were trained on"):
-        load(root, model, optimizer)
 
 
 def linear(kind="AdamW", **options):
@@ -333,11 +309,8 @@ def stub_saved_again(name, root, layouts):
 
 @pytest.mark.parametrize("name", STUBS)
 def test_a_module_with_the_asked_names_alone_is_saved_and_loaded_in_any_layout(name, tmp_path):
-    layouts = [
-        Layout(tensor=2),
-        Layout.of(data=2, zero=3),
-        Layout.of(pipeline=2, virtual_stages=2, v_shape=True),
-    ]
+    v_shape = Layout.of(pipeline=2, virtual_stages=2, v_shape=True)
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), v_shape]
     initialize(model := STUBS[name].build(), 3)
     save(tmp_path / "alone", model, step=1)
     run_parallel(stub_saved_again, 2, name, str(tmp_path), layouts)

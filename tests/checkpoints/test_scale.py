@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -45,7 +44,7 @@ from trilith.checkpoints.stored_tensor import Grid
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of
-from trilith.parallel_state import BadCheckpoint, Box, Layout, ParallelState
+from trilith.parallel_state import Box, Layout, ParallelState
 from trilith.recipes import load_recipe
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.safetensors_reader import TensorFile
@@ -135,10 +134,6 @@ def grid(manifest):
     return manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]
 
 
-def first_cut(manifest):
-    return grid(manifest)["cuts"][0]
-
-
 UP = "'layers.0.mlp.gate_up.up.weight'"
 
 
@@ -169,11 +164,7 @@ def two_ways(manifest):
 
 
 test_a_damaged_grid_is_refused_as_damaged_parts_are = refusals(
-    damaged("a part missing", lambda m: first_cut(m).update(count=1), f"{UP}: .*owned by nobody"),
-    damaged("overlap", lambda m: first_cut(m).update(apart=2), f"{UP}: .*one part in each file"),
-    damaged("negative rows", lambda m: first_cut(m).update(rows=-4), "rows"),
-    damaged("a huge count", lambda m: first_cut(m).update(rows=1, count=1 << 60), f"{UP}: "),
-    damaged("no such dim", lambda m: first_cut(m).update(dim=2), f"{UP}: .*dim 2"),
+    damaged("a huge count", lambda m: grid(m)["cuts"][0].update(rows=1, count=1 << 60), f"{UP}: "),
     damaged("the file of a replica", lambda m: grid(m).update(first=6), f"{UP}: .*none of rank 6"),
     damaged("negative rank", lambda m: grid(m).update(first=-1), "first"),
     damaged("unknown field", lambda m: grid(m).update(surprise=1), "surprise"),
@@ -281,7 +272,7 @@ def start_from(folder, out, tokens):
 
     adapted = begun("adapted", folder.parent, lora={"r": 2}, dtype="float32")
     run_recipe(begun("again", folder))
-    found = {}
+    starts = {}
     for name, start in {
         "load": lambda: load(folder, state=model.state),
         "restored": lambda: load(folder, model, torch.optim.AdamW(model.parameters())),
@@ -296,25 +287,22 @@ def start_from(folder, out, tokens):
         place = folder if name != "resume" else out / "again/checkpoints/step-00000001"
         with Looks().counted() as looks, bytes_read(place) as read:
             start()
-        opened, whole = max(Counter(looks.opened).values()), Manifest.load(place)
-        share = sum(file.size for file in whole.files[model.state.rank :: 2])
-        loaded = sum(file.size for file in whole.files) / (
-            1 if "re" in name.split("_")[0] else 3
-        )  # or weights
-        part = (sum(read.values()) - share) / loaded
-        found[name] = SimpleNamespace(whole=looks.whole, opened=opened, part=part)
-    return found
+        sizes = [file.size for file in Manifest.load(place).files]
+        needed = sum(sizes) if name in ("restored", "resume") else sum(sizes) / 3  # weights are a third
+        part = (sum(read.values()) - sum(sizes[model.state.rank :: 2])) / needed
+        starts[name] = looks.whole, max(Counter(looks.opened).values()), part
+    return starts
 
 
 def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tmp_path):
     """Each rank opens the files that it needs, once, and reads its part of them and its share of the sums."""
     tokens = write_tokens(tmp_path / "tokens")
     first, second = run_parallel(start_from, 2, stand_in[0], tmp_path, tokens)
-    assert {start.whole for start in second.values()} == {0}, second
-    assert {1, 2, 3} >= {start.whole for start in first.values()}, first
+    assert {looked for looked, *_ in second.values()} == {0}, second
+    assert {looked for looked, *_ in first.values()} <= {1, 2, 3}, first
     for name in first:
-        for start in (first[name], second[name]):
-            assert start.opened == 1 and 0.2 < start.part < 0.65, (name, start)
+        for _, opened, part in (first[name], second[name]):
+            assert opened == 1 and 0.2 < part < 0.65, (name, opened, part)
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"r": 2}}], ids=["weights", "adapters"])
@@ -326,10 +314,10 @@ def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_p
     model_keys = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(tmp_path / "from")}
     tokens, layout = write_tokens(tmp_path / "tokens"), {"tensor": 2}
     raw = tiny_recipe(tmp_path / "out", tokens, layout=layout, steps=1, model=model_keys, dtype="float32")
-    metrics, begun = run_parallel(run_recipe, 2, raw | lora)[0], Path(tmp_path / "from" / "step-00000001")
-    alone = tiny_recipe(tmp_path / "alone", tokens, layout=layout, steps=1, dtype="float32")
-    alone["model"] = model_keys | {"init_from": str(begun)}
-    assert metrics[0].loss == run_parallel(run_recipe, 2, alone | lora)[0][0].loss
+    alone = raw | {"out": str(tmp_path / "alone")}
+    alone["model"] = model_keys | {"init_from": str(tmp_path / "from" / "step-00000001")}
+    chosen, named = (run_parallel(run_recipe, 2, recipe | lora)[0] for recipe in (raw, alone))
+    assert chosen[0].loss == named[0].loss
 
 
 def hashed(raw):
@@ -373,16 +361,6 @@ def test_a_way_out_to_dcp_reads_each_byte_once(stand_in, tmp_path):
     with bytes_read(stand_in[0]) as read:
         convert_to_dcp(stand_in[0], tmp_path / "dcp")
     assert read == {path.name: path.stat().st_size for path in stand_in[0].glob("*.safetensors")}
-
-
-@pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\0\0\0\0"], ids=["not finite", "finite"])
-def test_no_dcp_folder_is_left_of_a_damaged_checkpoint(tmp_path, damage):
-    write_stand_in(folder := tmp_path / "run" / "step-00000001")
-    file = max(folder.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-8] + damage + file.read_bytes()[-4:])
-    with pytest.raises(BadCheckpoint, match="CRC-32"):
-        convert_to_dcp(folder, tmp_path / "dcp")
-    assert [*tmp_path.iterdir()] == [folder.parent]
 
 
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):

@@ -9,6 +9,7 @@ from support.refusals import Refused, refusals
 from support.round_trips import assert_same
 from support.written_before import Embedder
 from torch import nn
+from torch.testing import assert_close
 from trilith.checkpoints import convert, describe_module, load, read_source, save
 from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
@@ -20,43 +21,6 @@ from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
 NAMES = Embedder.names
-SAVED = {"step": 2, "extra": {"at": 5}}
-
-
-def trained(state, seed):
-    model = shard_over_data(Embedder(state=state), state, Precision())
-    initialize(model, seed, state=state)
-    optimizer = make_adamw(model, lr=0.1)
-    for _ in range(2):
-        model(torch.arange(8).view(1, 8)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def trained_and_saved(root, layout, seed=1):
-    state = ParallelState.start(layout)
-    save(root, *trained(state, seed), state=state, **SAVED)
-
-
-def through(root, layouts, make, options):
-    """Save in the first layout, load and save again in each of the others; return the weights in each."""
-    weights = []
-    for number, layout in enumerate(layouts):
-        state = ParallelState.start(layout)
-        model, optimizer = make(state, number)
-        if number:
-            progress = load(f"{root}/{number - 1}", model, optimizer, state=state)
-            assert (progress.step, progress.extra) == (options["step"], options["extra"])
-            assert progress.memory["updates"] == options["step"]
-        save(f"{root}/{number}", model, optimizer, state=state, **options)
-        weights.append(pieces(model, state))
-    return weights
-
-
-def weights_in_each(root, layouts, make, options):
-    ranks = run_parallel(through, 2, str(root), layouts, make, options)
-    return [assemble([rank[number] for rank in ranks]) for number in range(len(layouts))]
 
 
 class Scaled(nn.Linear):
@@ -74,6 +38,19 @@ def test_a_scalar_parameter_and_one_without_elements_are_compared_and_converted(
     assert run(["diff", f"{tmp_path}/a", f"{tmp_path}/b"]) == 0
     assert run(["diff", f"{tmp_path}/a", f"{tmp_path}/bf16"]) == 1
     assert run(["convert", f"{tmp_path}/a", f"{tmp_path}/c", "--to", "sharded", "--verify"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "ASGD", "NAdam"])
+def test_what_is_kept_of_a_scalar_parameter_comes_back(kind, tmp_path):
+    models = [Scaled(), Scaled()]
+    optimizers = [getattr(torch.optim, kind)(model.parameters(), 0.01) for model in models]
+    for parameter in models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    save(tmp_path, models[0], optimizers[0], step=1)
+    load(tmp_path, models[1], optimizers[1])
+    saved, loaded = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert_close(loaded, saved, rtol=0, atol=0)
 
 
 class Routed(nn.Module):
@@ -108,13 +85,27 @@ def routed(state, seed):
     return model, optimizer
 
 
+def in_each(root, layouts):
+    """Save in the first layout, load and save again in each of the others; return the weights in each."""
+    weights = []
+    for number, layout in enumerate(layouts):
+        state = ParallelState.start(layout)
+        model, optimizer = routed(state, number)
+        if number:
+            loaded = load(f"{root}/{number - 1}", model, optimizer, state=state)
+            assert (loaded.step, loaded.extra, loaded.memory["updates"]) == (1, [1, {}], 1)
+        save(f"{root}/{number}", model, optimizer, step=1, extra=[1, {}], state=state)
+        weights.append(pieces(model, state))
+    return weights
+
+
 def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path):
     layouts = [
         Layout(tensor=2),
         *(Layout.of(data=2, **how) for how in ({"zero": 3, "expert": 2}, {"expert": 2}, {})),
     ]
-    saved = {"step": 1, "extra": [1, {}]}
-    whole = weights_in_each(tmp_path, layouts, routed, saved)
+    ranks = run_parallel(in_each, 2, str(tmp_path), layouts)
+    whole = [assemble([rank[number] for rank in ranks]) for number in range(len(layouts))]
     for one in whole:
         bias = one["blocks.0.router.bias"]
         assert bias.dtype == torch.float32 and {round(float(x) * 3, 6) for x in bias} >= {-1.0, 1.0}
@@ -140,11 +131,23 @@ def test_everything_that_is_declared_but_the_start_is_stored():
     assert stored.restored() == every
 
 
+def trained_and_saved(root):
+    state = ParallelState.start(Layout(tensor=2))
+    model = Embedder(state=state)
+    initialize(model, 1, state=state)
+    optimizer = make_adamw(model, lr=0.1)
+    for _ in range(2):
+        model(torch.arange(8).view(1, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(root, model, optimizer, step=2, extra={"at": 5}, state=state)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    root = tmp_path_factory.mktemp("module")
-    run_parallel(trained_and_saved, 2, str(root / "run"), Layout(tensor=2))
-    return root / "run"
+    root = tmp_path_factory.mktemp("module") / "run"
+    run_parallel(trained_and_saved, 2, str(root))
+    return root
 
 
 def test_the_commands_know_a_user_module(written, tmp_path, capsys):

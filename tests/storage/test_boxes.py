@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
-from trilith.storage.strides import View, blocks, contiguous, first_flaw, runs_of
-from trilith.storage.torch_archive import ViewFile, read_archive
+from trilith.storage.strides import blocks, contiguous, first_flaw, runs_of
+from trilith.storage.torch_archive import open_state_dict
 
 
 @st.composite
 def tilings(draw):
     """Draw a shape and boxes that tile it; perhaps one is dropped, doubled or replaced."""
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=0, max_size=3)))
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
         if not shape:
@@ -53,13 +53,6 @@ def test_a_flaw_of_coverage_is_what_counting_finds(case):
         assert flaw.box.size and (counts[flaw.box.slices] == flaw.times).all()
 
 
-def test_empty_tensors_and_empty_shards_are_covered():
-    assert first_flaw(Box.whole((0, 4)), []) is None
-    assert first_flaw(Box.whole(()), [Box.whole(())]) is None
-    rows = [Box((i, 0), (i + 1, 4)) for i in range(8)] + [Box((8, 0), (8, 4))] * 56
-    assert first_flaw(Box.whole((8, 4)), rows) is None
-
-
 def test_coverage_by_thousands_of_shards_takes_milliseconds():
     whole = Box.whole((16_384 * 4, 64))
     rows = [whole.narrow(0, i * 4, i * 4 + 4) for i in range(16_384)]
@@ -76,32 +69,28 @@ def shapes_and_boxes(draw):
     return shape, Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-@given(shapes_and_boxes(), st.sampled_from([1, 2, 4]))
-def test_runs_are_the_elements_of_the_box_in_order(case, itemsize):
-    shape, box = case
-    whole = np.arange(int(np.prod(shape)), dtype=f"u{itemsize}").reshape(shape)
-    raw = whole.tobytes()
-    runs = list(runs_of(shape, box, itemsize))
-    starts = [(r.offset + row * r.stride, r.length) for r in runs for row in range(r.rows)]
-    assert b"".join(raw[at : at + length] for at, length in starts) == whole[box.slices].tobytes()
-    assert len(starts) == len(runs) or any(a + n < b for (a, n), (b, _) in pairwise(starts))
-    # dims that are whole never split a run
-    if len(shape) == 2:
-        assert len(runs) <= 1
-
-
-@given(shapes_and_boxes(), st.permutations(range(4)), st.integers(1, 3))
-def test_runs_of_a_permuted_and_stepped_tensor_are_its_elements(case, order, step):
+@given(
+    shapes_and_boxes(),
+    st.just(range(4)) | st.permutations(range(4)),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+)
+def test_runs_are_the_elements_of_a_box_of_a_permuted_and_stepped_tensor(case, order, step, itemsize):
     shape, box = case
     order = [dim for dim in order if dim < len(shape)]
     base = tuple(shape[dim] * step for dim in order)
-    whole = np.arange(int(np.prod(base)), dtype="u2").reshape(base)
+    whole = np.arange(int(np.prod(base)), dtype=f"u{itemsize}").reshape(base)
     raw = whole.tobytes()
     view = whole[(slice(None, None, step),) * len(shape)].transpose(np.argsort(order))
     strides = tuple(contiguous(base)[order.index(dim)] * step for dim in range(len(shape)))
-    runs = runs_of(shape, box, 2, strides)
+    runs = list(runs_of(shape, box, itemsize, strides))
     starts = [(r.offset + row * r.stride, r.length) for r in runs for row in range(r.rows)]
     assert b"".join(raw[at : at + length] for at, length in starts) == view[box.slices].tobytes()
+    if step == 1 and order == sorted(order):
+        assert [*runs_of(shape, box, itemsize)] == runs
+        # Rows and columns are one regular grid; dims that are whole never split a run.
+        assert len(runs) <= np.prod(box.shape[:-2], initial=1)
+        assert len(starts) == len(runs) or any(a + n < b for (a, n), (b, _) in pairwise(starts))
 
 
 @given(shapes_and_boxes(), st.integers(1, 40))
@@ -114,21 +103,6 @@ def test_blocks_tile_the_box_in_order(case, most):
     for piece in pieces:
         assert sum(runs.rows for runs in runs_of(box.shape, piece.within(box), 2)) <= 1
     assert all(piece.size <= most for piece in pieces)
-
-
-def test_a_column_box_is_one_regular_grid():
-    (runs,) = runs_of((100, 64), Box((0, 16), (100, 32)), 2)
-    assert (runs.offset, runs.rows, runs.stride, runs.length) == (32, 100, 128, 32)
-    (runs,) = runs_of((8, 100, 64), Box((3, 0, 16), (4, 100, 32)), 2)
-    assert (runs.rows, runs.stride, runs.length) == (100, 128, 32)
-
-
-def opened(path):
-    file = ViewFile.of(path)
-    tensors = {name: one for name, one in read_archive(file).items() if isinstance(one, View)}
-    for name, view in tensors.items():
-        file.add(view, name)
-    return tensors, file
 
 
 BASE = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
@@ -154,8 +128,8 @@ def saved(tmp_path_factory):
 
 
 def test_every_tensor_of_an_archive_is_found_with_its_bytes(saved):
-    tensors, file = opened(saved)
-    assert tensors.keys() == SAVED.keys()
+    file = open_state_dict(saved)
+    assert file.tensors.keys() == SAVED.keys()
     for name, wanted in SAVED.items():
         read = file.read(name)
         assert read.dtype == wanted.dtype and read.shape == wanted.shape
@@ -166,7 +140,7 @@ def test_every_tensor_of_an_archive_is_found_with_its_bytes(saved):
 
 @given(st.sampled_from(["whole", "slice", "turned", "stepped"]), st.data())
 def test_any_box_of_any_view_is_that_of_the_tensor(saved, name, data):
-    _, file = opened(saved)
+    file = open_state_dict(saved)
     wanted = SAVED[name]
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in wanted.shape]
     box = Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
@@ -177,7 +151,7 @@ def test_any_box_of_any_view_is_that_of_the_tensor(saved, name, data):
 
 
 def test_the_stated_sums_are_those_of_the_stretches_that_hold_views(saved):
-    _, file = opened(saved)
+    file = open_state_dict(saved)
     raw = saved.read_bytes()
     assert len(file.sums) == len({one.untyped_storage().data_ptr() for one in SAVED.values()})
     assert all(zlib.crc32(raw[begin:end]) == crc for begin, end, crc in file.sums)
@@ -188,6 +162,6 @@ def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):
     assert negated.is_neg()
     torch.save({"a": negated}, tmp_path / "negated")
     with pytest.raises(BadInput, match=r"resolve_neg\(\)"):
-        opened(tmp_path / "negated")
+        open_state_dict(tmp_path / "negated")
     torch.save({"a": negated.resolve_neg()}, tmp_path / "plain")
-    assert opened(tmp_path / "plain")[1].read("a").tolist() == [-2.0, -4.0]
+    assert open_state_dict(tmp_path / "plain").read("a").tolist() == [-2.0, -4.0]

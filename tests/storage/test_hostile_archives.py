@@ -156,6 +156,10 @@ def refused(read, path):
     return message
 
 
+def read_dcp(path):
+    foreign_format(path.parent).read(path.parent)
+
+
 def refused_at_once(path):
     """Return whether it is refused within its processor time, which is longer beside a loaded core."""
     began = time.process_time()
@@ -164,11 +168,26 @@ def refused_at_once(path):
     return time.process_time() - began < SECONDS
 
 
+#: Parts of messages that say what Python's own reader would suffer from, or what to do.
+SAYS = {
+    "os.system": "found 'posix.system'. A pickle can run what it names; this one is not run",
+    "a state for a tensor": "a state for a tensor",
+    "a state for a storage": "a state for a storage",
+    "a key whose tuples are shared": "a key of text or numbers",
+    "deep tuples": "at most 100 tuples inside one another",
+    "a place of 20 million in nine bytes": "place 0 of the memo, the next one",
+    "a frame of 2^62": "a frame before the end",
+    "a text of 2 GB": "before the end",
+    "an integer of 4 MB": "an opcode that torch writes",
+    "elements that share bytes": "contiguous()",
+}
+
+
 @pytest.mark.parametrize("kind", PICKLES)
 def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind, tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(packed(PICKLES[kind]))
-    refused(open_state_dict, path)
+    assert SAYS.get(kind, "") in refused(open_state_dict, path)
     gc.freeze()  # the collector looks at what this file makes, not at what other tests left
     assert any(refused_at_once(path) for _ in range(3))
     assert [*tmp_path.iterdir()] == [path] and not Path("here").exists()
@@ -192,37 +211,14 @@ def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece,
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("os.system", "found 'posix.system'. A pickle can run what it names; this one is not run"),
-        ("a state for a tensor", "a state for a tensor"),
-        ("a state for a storage", "a state for a storage"),
-        ("a key whose tuples are shared", "a key of text or numbers"),
-        ("deep tuples", "at most 100 tuples inside one another"),
-        ("a place of 20 million in nine bytes", "place 0 of the memo, the next one"),
-        ("a frame of 2^62", "a frame before the end"),
-        ("a text of 2 GB", "before the end"),
-        ("an integer of 4 MB", "an opcode that torch writes"),
-    ],
-)
-def test_what_python_s_reader_would_suffer_from_is_refused_by_its_name(kind, message, tmp_path):
-    path = tmp_path / "model.bin"
-    path.write_bytes(packed(PICKLES[kind]))
-    assert message in refused(open_state_dict, path)
-
-
-@pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
+@pytest.mark.parametrize("kind", ["os.system in protocol 4", "deep tuples"])
 def test_a_hostile_metadata_of_DCP_is_refused_alike(kind, tmp_path):
     (tmp_path / ".metadata").write_bytes(PICKLES[kind])
-    with audited(*FORBIDDEN) as seen, pytest.raises(BadInput, match="metadata"):
-        foreign_format(tmp_path).read(tmp_path)
-    assert not seen
+    refused(read_dcp, tmp_path / ".metadata")
 
 
-def changed(raw, old, new, *, last=False):
-    at = raw.rindex(old) if last else raw.index(old)
-    return raw[:at] + new + raw[at + len(old) :]
+def put(raw, at, value):
+    return raw[:at] + value + raw[at + len(value) :]
 
 
 def central(raw, entry, field, value):
@@ -230,12 +226,11 @@ def central(raw, entry, field, value):
     at = -1
     for _ in range(entry + 1):
         at = raw.index(b"PK\x01\x02", at + 1)
-    return raw[: at + field] + value + raw[at + field + len(value) :]
+    return put(raw, at + field, value)
 
 
 def end_of(raw, field, value):
-    at = raw.rindex(b"PK\x05\x06")
-    return raw[: at + field] + value + raw[at + field + len(value) :]
+    return put(raw, raw.rindex(b"PK\x05\x06") + field, value)
 
 
 GOOD = packed(tensor())
@@ -254,17 +249,17 @@ def overlapping():
 ARCHIVES = {
     "compressed": (central(GOOD, 0, 10, b"\x08\x00"), "compressed"),
     "encrypted": (central(GOOD, 0, 8, b"\x01\x00"), "encrypted"),
-    "overlapping": (central(changed(GOOD, b"e/byteorder", b"e/data.pkl2"), 1, 42, bytes(4)), "header of"),
+    "overlapping": (central(GOOD.replace(b"e/byteorder", b"e/data.pkl2", 1), 1, 42, bytes(4)), "header of"),
     "one inside another": (overlapping(), "overlap"),
     "oversized": (central(GOOD, 2, 20, b"\xff\xff\xff\x7f" * 2), "before the"),
     "two sizes": (central(GOOD, 2, 24, b"\x01\x00\x00\x00"), "bytes of"),
     "far away": (central(GOOD, 2, 42, b"\xff\xff\xff\x7f"), "an archive from"),
-    "another name": (changed(GOOD, b"archive/data/0", b"archive/data/9"), "header of"),
+    "another name": (GOOD.replace(b"archive/data/0", b"archive/data/9", 1), "header of"),
     "65,535 entries": (end_of(GOOD, 10, b"\xff\xff"), "entries"),
     "a directory of 4 GB": (end_of(GOOD, 12, b"\xfe\xff\xff\xff"), "entries in"),
     "a directory elsewhere": (end_of(GOOD, 16, b"\x00\x00\x00\x00"), "directory"),
     "no end": (GOOD[:-1], "the end of a zip"),
-    "an altered pickle": (changed(GOOD, text("w"), text("v")), "CRC-32"),
+    "an altered pickle": (GOOD.replace(text("w"), text("v"), 1), "CRC-32"),
     "no pickle": (GOOD.replace(b"data.pkl", b"data.plk"), "data.pkl"),
     "big-endian": (packed(tensor()).replace(b"little", b"bigend"), "CRC-32|byteorder"),
 }
@@ -303,10 +298,6 @@ def test_a_tensor_behind_many_other_entries_is_read(tmp_path):
     vocabulary = {str(number): number for number in range(100_001)}
     torch.save(vocabulary | {"w": torch.arange(4)}, tmp_path / "model.bin")
     assert open_state_dict(tmp_path / "model.bin").read("w").tolist() == [0, 1, 2, 3]
-
-
-def read_dcp(path):
-    foreign_format(path.parent).read(path.parent)
 
 
 def read_all(path):

@@ -9,10 +9,9 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorFile
-from trilith.storage.safetensors_header import build_header
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -85,10 +84,7 @@ BYTES = {
     "A29-one-tensor-too-many": (lambda: empty_tensors(100_001), "at most 100,000 tensors"),
     "A30-name-is-a-path": (framed({"../../etc/x": F32}), "etc/x"),
     "A30-newline-in-name": (framed({"a\nb": F32}), "printable"),
-    "A35-git-lfs-pointer": (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
-        "git lfs pull",
-    ),
+    "A35-git-lfs-pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
     "A36-web-page": (b"<!DOCTYPE html><html>404</html>", "web page"),
     "A36-web-page-lower-case": (b"\n <html><body>Access denied</body></html>", "web page"),
 }
@@ -118,25 +114,6 @@ def test_bad_bytes_are_refused_at_once(tmp_path, why):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10
 
 
-def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path):
-    path = tmp_path / "model.safetensors"
-    variants = [GOOD[:end] for end in range(len(GOOD))]
-    for at in range(len(GOOD) - 8):
-        variants += [GOOD[:at] + bytes([GOOD[at] ^ 1 << bit]) + GOOD[at + 1 :] for bit in range(8)]
-    accepted = 0
-    for raw in variants:
-        path.write_bytes(raw)
-        try:
-            file = TensorFile.open(path)
-        except BadInput:
-            continue
-        accepted += 1  # a letter of a name changed, or I32 for F32: still one meaning, and the library agrees
-        assert {k: tuple(v.shape) for k, v in load_file(path).items()} == {
-            k: v.shape for k, v in file.tensors.items()
-        }
-    assert 0 < accepted < 40
-
-
 def test_A26_extra_field_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(framed({"__metadata__": {"format": "pt"}, "w": F32 | {"comment": "by hand"}}))
@@ -152,38 +129,17 @@ def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
 
 
 def test_A34_file_that_shrinks_is_an_error_and_no_signal(tmp_path, monkeypatch):
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.arange(100_000)}, path)
-    file = TensorFile.open(path)
+    """Before a read, and between a look at its size and the read itself."""
+    path, pread = tmp_path / "model.safetensors", os.preadv
 
-    os.truncate(path, 4096)
-    with pytest.raises(BadCheckpoint, match="changed since") as caught:
-        file.read("w")
-    assert caught.value.exit_code == 4
-
-    # and when it shrinks between our look at its size and the read itself
-    save_file({"w": torch.arange(100_000)}, path)
-    file, pread = TensorFile.open(path), os.preadv
-
-    def shrinking(fd, buffers, offset):
+    def shrinking(*given):
         os.truncate(path, 4096)
-        return pread(fd, buffers, offset)
+        return pread(*given)
 
-    monkeypatch.setattr(os, "preadv", shrinking)
-    with pytest.raises(BadCheckpoint, match=r"'?w'?.*shrank"):
-        file.read("w")
-
-
-def test_built_header_is_what_is_parsed(tmp_path):
-    spec = {"b": ("BF16", (3, 5)), "é": ("F32", ()), "e": ("U8", (0, 4)), "f": ("F64", (2,))}
-    raw, entries = build_header(spec, {"format": "pt"})
-    assert len(raw) % 8 == 0
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(raw + bytes(30 + 4 + 16))
+    save_file({"w": torch.arange(100_000)}, path)
     file = TensorFile.open(path)
-    assert file.tensors == entries
-    assert file.data_begin == len(raw) and file.size == path.stat().st_size
-    assert all(entry.begin % 8 == 0 for name, entry in entries.items() if name == "f")
-    assert {name: tuple(t.shape) for name, t in load_file(path).items()} == {
-        n: s for n, (_, s) in spec.items()
-    }
+    monkeypatch.setattr(os, "preadv", shrinking)
+    for says in (r"'?w'?.*shrank", "changed since"):
+        with pytest.raises(BadCheckpoint, match=says) as caught:
+            file.read("w")
+        assert caught.value.exit_code == 4

@@ -6,10 +6,9 @@ import errno
 import os
 import signal
 from collections import namedtuple
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,7 +19,6 @@ from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
-from trilith.storage.file_names import MANIFEST
 from trilith.storage.output_places import check_output, clear_unfinished, make_folder, remove_checkpoint
 from trilith.storage.staging import Staging, staged
 
@@ -40,13 +38,9 @@ def save(output, value):
             parts = (Part(file=i, start=(0,), stop=(64,)),)
             tensors[f"w{i}"] = StoredTensor(dtype="F32", shape=(64,), parts=parts)
         manifest = Manifest(
-            kind="training",
-            model_type="m",
-            config={},
-            layout=Layout(tensor=len(files) or 1),
-            files=tuple(files),
-            tensors=tensors,
-        )
+            kind="training", model_type="m", config={}, layout=Layout(tensor=2),
+            files=tuple(files), tensors=tensors,
+        )  # fmt: skip
         staging.publish(manifest.accepted_bytes(staging.output))
 
 
@@ -60,7 +54,7 @@ def read(directory):
 
 
 def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path):
-    save(tmp_path / "new" / "run" / "step-00000001", 1.0)
+    save(tmp_path / "new" / ".." / "new" / "run" / "step-00000001", 1.0)  # over a folder that is made
     assert read(tmp_path / "new" / "run" / "step-00000001") == 1.0
     assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["step-00000001"]
     (tmp_path / "empty").mkdir()
@@ -78,11 +72,8 @@ def test_G20_the_margin_is_a_tenth(tmp_path, monkeypatch):
     space = namedtuple("space", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: space(1100, 10**6))
     check_output(tmp_path / "out", need=10**9)
-    with pytest.raises(BadInput, match=r"1\.1 GB free \(1\.0 GB and a tenth\), found 1\.1 GB"):
+    with pytest.raises(BadInput, match=r"expected 1\.1 GB free \(1\.0 GB and a tenth\), found 1\.1 GB"):
         check_output(tmp_path / "out", need=10**9 + 10**6)
-    monkeypatch.setattr(os, "statvfs", lambda path: space(1, 4096))
-    with pytest.raises(BadInput, match=r"expected 33\.0 MB free \(30\.0 MB and a tenth\), found 4\.1 kB"):
-        check_output(tmp_path / "out", need=30 * 10**6)
     monkeypatch.setattr(os, "statvfs", lambda path: space(0, 4096))
     with pytest.raises(BadInput, match=r"expected 11 bytes free \(10 bytes and a tenth\), found 0 bytes"):
         check_output(tmp_path / "out", need=10)
@@ -111,40 +102,23 @@ def failing(method, code, after=0):
         yield
 
 
-@pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "rename"])
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize(
-    "code", [pytest.param(errno.ENOSPC, id="G21-disk-full"), pytest.param(errno.EIO, id="G21-error")]
-)
-def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after, code):
-    save(tmp_path / "step-00000001", 1.0)
-    try:
-        with failing(method, code, after):
-            save(tmp_path / "step-00000002", 2.0)
-    except DiskFailed as error:
-        assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
-    newest = newest_checkpoint(tmp_path)
-    left = {path.name for path in tmp_path.iterdir()}
-    if newest.directory.name == "step-00000002":  # only the last sync failed: the name is there, and whole
-        assert read(newest.directory) == 2.0
-    else:
-        assert left == {"step-00000001"}
-    assert read(tmp_path / "step-00000001") == 1.0
-
-
 @pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "make_directory", "rename"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_failure_leaves_nothing_but_the_folders_around_the_output(tmp_path, method, after):
-    with suppress(DiskFailed), failing(method, errno.ENOSPC, after):
-        save(tmp_path / "new" / "newer" / "step-00000002", 2.0)
-        return  # it needed fewer of these
-    left = [path.name for path in tmp_path.rglob("*")]
-    assert left == ["new", "newer"][: len(left)] or read(tmp_path / "new/newer/step-00000002") == 2.0
-
-
-def test_a_way_over_a_folder_that_is_made_for_it(tmp_path):
-    save(tmp_path / "new" / ".." / "new" / "out", 1.0)
-    assert read(tmp_path / "new" / "out") == 1.0
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["G21-disk-full", "G21-error"])
+@pytest.mark.parametrize("name", ["step-00000002", "new/newer/step-00000002"])
+def test_a_failure_leaves_the_older_one_and_the_folders_around(tmp_path, method, after, code, name):
+    save(tmp_path / "step-00000001", 1.0)
+    before = {*tmp_path.rglob("*")}
+    try:
+        with failing(method, code, after):
+            save(tmp_path / name, 2.0)
+    except DiskFailed as error:
+        assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
+    if (tmp_path / name).exists():  # it needed fewer of these, or only the last sync failed
+        assert read(tmp_path / name) == 2.0
+    else:
+        assert {*tmp_path.rglob("*")} - before <= {tmp_path / "new", tmp_path / "new/newer"}
+    assert read(tmp_path / "step-00000001") == 1.0
 
 
 def test_G23_no_permission_to_rename(tmp_path):
@@ -210,13 +184,8 @@ def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path
     (tmp_path / "notes.lock").write_text("no lock of ours")
     writing = Staging.begin(tmp_path / "step-6")
     clear_unfinished(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "step-4",
-        "step-4.tmp-mine",
-        "step-6.tmp-lock",
-        "notes.lock",
-        writing.directory.name,
-    }
+    stay = {"step-4", "step-4.tmp-mine", "step-6.tmp-lock", "notes.lock", writing.directory.name}
+    assert {path.name for path in tmp_path.iterdir()} == stay
     writing.abandon()
     clear_unfinished(tmp_path / "nowhere")
 
@@ -377,11 +346,6 @@ def test_every_crash_reads_as_old_or_new(tmp_path):
     root, scratch = tmp_path / "run", tmp_path / "crashes"
     log, old_calls = two_saves(root, scratch)
 
-    kinds = [call[0] for call in log[old_calls:]]
-    paths = [Path(str(call[1])).name for call in log[old_calls:]]
-    assert kinds[-4:] == ["rename", "sync_directory", "rename", "sync_directory"]
-    last_data = max(i for i, name in enumerate(paths) if name.endswith(".safetensors"))
-    assert kinds[last_data] == "sync" and paths.index(f"{MANIFEST}.tmp") > last_data
     assert check_crashes(root, log, scratch, old_calls) == {1.0, 2.0}
 
 

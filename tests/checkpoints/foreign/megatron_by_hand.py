@@ -36,6 +36,7 @@ _LAYER = (
     *("input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj"),
     *("pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"),
 )
+_ENDS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
 #: The norms' names where Transformer Engine computes them together with the layer after them.
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -65,12 +66,7 @@ def unpacked(name, folder):
 def names_of(m):
     """Megatron's names of the tensors of ``llama``."""
     layers = [f"decoder.layers.{i}.{one}.weight" for i in range(m.args.num_layers) for one in _LAYER]
-    return [
-        "embedding.word_embeddings.weight",
-        *layers,
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    ]
+    return [_ENDS[0], *layers, *_ENDS[1:]]
 
 
 def whole(m, kind=""):
@@ -139,21 +135,18 @@ def older_model(m, at):
     }
 
 
+def write_rank(folder, **state):
+    """Write the file of one rank into its folder."""
+    folder.mkdir(parents=True)
+    torch.save({"checkpoint_version": 3.0, "iteration": 3, **state}, folder / "model_optim_rng.pt")
+
+
 def write_legacy(folder, m, ranks, **other):
     """Write a folder of tensor ranks with the older names; ``other``: further entries of each file."""
     for rank in range(ranks):
         args = Namespace(**vars(m.args), tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
-        at = SimpleNamespace(tp=rank, tps=ranks, ep=0, eps=1)
-        state = {
-            "args": args,
-            "checkpoint_version": 3.0,
-            "iteration": 3,
-            "model": older_model(m, at),
-            **other,
-        }
-        path = folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        path.parent.mkdir(parents=True)
-        torch.save(state, path)
+        model = older_model(m, SimpleNamespace(tp=rank, tps=ranks, ep=0, eps=1))
+        write_rank(folder / f"mp_rank_{rank:02d}", **{"args": args, "model": model, **other})
     return folder
 
 
@@ -161,7 +154,7 @@ def write_experts(folder, m, ranks):
     """Write ``mixtral`` for expert ranks as Transformer Engine holds it: numbered experts, fused norms."""
     for rank in range(ranks):
         at = SimpleNamespace(tp=0, tps=1, ep=rank, eps=ranks)
-        names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+        names = [*_ENDS]
         for i in range(m.args.num_layers):
             names += [f"decoder.layers.{i}.{one}.weight" for one in (*_LAYER[:4], "mlp.router")]
         model = {name: m.part(name, 0, at).clone() for name in names}
@@ -170,12 +163,9 @@ def write_experts(folder, m, ranks):
                 name = f"decoder.layers.{i}.mlp.experts.local_experts.{j}.{layer}.weight"
                 model[f"decoder.layers.{i}.mlp.experts.{layer}.weight{j}"] = m.part(name, 0, at).clone()
             norm = f"decoder.layers.{i}.input_layernorm.weight"
-            model[norm.replace("input_layernorm.weight", FUSED["input_layernorm.weight"])] = m.part(
-                norm, 0, at
-            )
+            fused = norm.replace("input_layernorm.weight", FUSED["input_layernorm.weight"])
+            model[fused] = m.part(norm, 0, at)
             model.pop(norm, None)
         args = Namespace(**vars(m.args), tensor_model_parallel_size=1, expert_model_parallel_size=ranks)
-        path = folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt"
-        path.parent.mkdir(parents=True)
-        torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, path)
+        write_rank(folder / f"mp_rank_00_{rank:03d}", model=model, args=args)
     return folder

@@ -9,19 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forms import CONFIG, WEIGHTS, made_once, save
-from make_fixtures import titan_name
+from forms import CONFIG, WEIGHTS, made_once, save, titan_name
 from megatron_by_hand import unpacked
 from safetensors.torch import load_file, save_file
-from support.configs import MODELS, TINY_LLAMA
+from support.configs import MODELS
 from support.folders import bytes_read
 from support.kills import Work, killed_work
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
-from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import ConversionOptions, convert, convert_to_dcp, differences, read_source
 from trilith.cli.app import run
-from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
 from trilith.storage.disk import DiskFailed
 
@@ -79,9 +77,8 @@ def users_rules(folder):
     fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
     for i in range(2):
         prefix = f"model.layers.{i}.mlp."
-        fused[f"{prefix}both.weight"] = torch.cat(
-            [hf[f"{prefix}{one}_proj.weight"] for one in ("gate", "up")]
-        )
+        joined = [hf[f"{prefix}{part}_proj.weight"] for part in ("gate", "up")]
+        fused[f"{prefix}both.weight"] = torch.cat(joined)
         fused[f"{prefix}down_proj.weight"] = fused[f"{prefix}down_proj.weight"].T.contiguous()
     fused["model.embed_tokens.weight"] = torch.cat([hf["model.embed_tokens.weight"], torch.ones(3, 16)])
     torch.save(fused, folder / "fused.pt")
@@ -140,30 +137,12 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_pa
     assert any(says in warning for warning in plan.source.warnings)
 
 
-@pytest.mark.slow
-def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path):
-    """Six steps at once; and three, then out to DCP under torchtitan's names and back, then three more."""
-    config = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
-    recipe = tiny_recipe(tmp_path / "whole", write_tokens(tmp_path / "tokens"), model={"config": config})
-    recipe["checkpoint"] = {"keep": 10, "every": 3}
-    train(recipe)
-    convert(tmp_path / "whole", tmp_path / "hf", to="hf")
-    theirs, third = tmp_path / "titan", tmp_path / "whole" / "checkpoints" / "step-00000003"
-    convert_to_dcp(third, theirs, names="titan")
-    convert(theirs, tmp_path / "back" / "checkpoints" / "step-00000003", config=tmp_path / "hf", tensor=2)
-    train(recipe | {"out": str(tmp_path / "back")})
-    assert_same(whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "back"))
-    assert len(losses(tmp_path / "back")) == 3
-
-
 def loaded(folder):
     """Return all tensors of a DCP checkpoint, read by torch's own reader."""
     reader = dcp.FileSystemReader(folder)
-    state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in reader.read_metadata().state_dict_metadata.items()
-        if hasattr(one, "size")
-    }
+    entries = reader.read_metadata().state_dict_metadata.items()
+    tensors = {name: one for name, one in entries if hasattr(one, "size")}
+    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in tensors.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
 
@@ -205,18 +184,7 @@ def test_a_disk_that_is_full_is_named_under_torchs_writer(made, tmp_path, size):
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path):
-    write_hf_folder(tmp_path / "hf", CONFIG | {"tie_word_embeddings": True})
-    hf = weights(tmp_path / "hf")
-    save({"model": hf | {"lm_head.weight": hf["model.embed_tokens.weight"] + 1}}, tmp_path / "other")
-    with pytest.raises(
-        BadInput,
-        match=r"lm_head\.weight: expected the bytes of model\.embed_tokens.*as tie_word",
-    ):
-        convert(tmp_path / "other", tmp_path / "out", config=tmp_path / "hf")
-
-
-def test_the_commands_read_every_form(made, capsys):
+def test_the_commands_read_every_form(made, tmp_path, capsys):
     config = ["--config", str(made / "hf")]
     assert run(["inspect", str(made / "titan")]) == 0
     assert "tok_embeddings.weight" in capsys.readouterr().out
@@ -224,6 +192,10 @@ def test_the_commands_read_every_form(made, capsys):
     assert run(["diff", str(made / "hf"), str(made / "llama3"), *config]) == 0
     assert run(["inspect", str(made / "llama3")]) == 0
     assert "hidden_size = 16" in capsys.readouterr().out
+    checkpoint, config = map(str, unpacked("llama_legacy", tmp_path))
+    assert run(["verify", checkpoint, "--config", config]) == run(["inspect", checkpoint]) == 0
+    told = capsys.readouterr().out
+    assert "Megatron legacy" in told and "vocab_size = 1 to 32" in told
 
 
 @pytest.mark.parametrize("form", ["hf", "twice", *FORMS])

@@ -21,7 +21,7 @@ from trilith.checkpoints import convert, foreign_format, read_source
 from trilith.checkpoints.foreign.rules import Table
 from trilith.checkpoints.model_tensors import model_tensors, own_names
 from trilith.cli.app import run
-from trilith.machine.random_files import write_tokens
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import Rule, family_of, shapes_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, renamed
@@ -121,6 +121,12 @@ def quantised(method):
     return give
 
 
+def with_another_output_layer(folder):
+    write_hf_folder(folder / "hf", CONFIG | {"tie_word_embeddings": True})
+    weights = load_file(folder / "hf" / WEIGHTS)
+    save({"model": weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}}, folder / "dcp")
+
+
 def read(folder):
     return foreign_format(folder / "titan").read(folder / "titan")
 
@@ -134,7 +140,7 @@ def converted_alone(name):
 
 
 CHUNK, PART = "__1_0.distcp", "consolidated.01.pth"
-REFUSED = [
+test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
     of_another_model("titan", r"layers\.1\..*expected no such tensor", num_hidden_layers=1),
     of_another_model("titan", r"tok_embeddings.*\[37, 32\].*\[37, 16\]", hidden_size=32),
@@ -158,13 +164,16 @@ REFUSED = [
       for step in ("-1", "1.5", "nan", "1e+30")),
     *(Refused(f"GGUF {why}", call, "found GGUF. Take the safetensors", given=gguf)
       for why, call in (("with a config", copied("x.gguf")), ("without", converted_alone("x.gguf")))),
+    Refused("an output layer that is not the embedding",
+            lambda folder: convert(folder / "dcp", folder / "out", config=folder / "hf"),
+            r"lm_head\.weight: expected the bytes of model\.embed_tokens.*as tie_word",
+            given=with_another_output_layer),
     Refused("a token file", converted_alone("chat.bin"), "chat.bin: expected weights, found a token file",
             given=lambda folder: write_tokens(folder / "chat")),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
       for method in ("awq", "gptq")),
-]  # fmt: skip
-test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(REFUSED)
+)  # fmt: skip
 
 
 def test_a_checkpoint_that_states_nothing_about_its_model_gets_a_warning(made, tmp_path):

@@ -106,24 +106,20 @@ LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-LAYER = "decoder.layers.0"
+LAYER, DIGITS = "decoder.layers.0", "9" * 400
 #: Of one layer and two experts, and what each file of a rank may hold in place of the model.
 SMALL = replace(
     LLAMA, args=other_args(num_experts=2, num_layers=1), config=LLAMA.config | {"num_hidden_layers": 1}
 )
 NO_MODELS = {
     "shared dicts": (shared_dicts(50, 8), "model: expected tensors"),
-    "digits": (
-        {"decoder.layers." + "9" * 400 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"
-    ),
+    "digits": ({f"decoder.layers.{DIGITS}.mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"),
     "one dim": ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
     "no dim": ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
-    "expert": (
-        {f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"
-    ),
+    "expert": ({f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"),
     "grouped": ({f"{LAYER}.mlp.experts.weight1": torch.zeros(3, 5)}, "2 experts of hidden size 16"),
 }  # fmt: skip
-REFUSED = [
+test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     *(Refused(f"args-{argument}", read, rf"{key}: .*args\.{argument} in .*common\.pt",
               given=dist(args=other_args(**{argument: changed}))) for argument, changed, key in ARGUMENTS),
     Refused("factor-llama3", read, r"rope_scaling: expected llama3 32.*, .*found .*8\.0",
@@ -159,8 +155,7 @@ REFUSED = [
       for why, (entry, says) in NO_MODELS.items()),
     Refused("layers that the files lack", read, r"layers: expected 4, as args.num_layers says",
             given=legacy(edited(0, without_a_layer))),
-]  # fmt: skip
-test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(REFUSED)
+)  # fmt: skip
 
 
 def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path):
