@@ -1,16 +1,10 @@
 """Commands that write, killed at random moments; some start twice at once on one output.
 
-A start counts its calls of the file system. At one of them, drawn at random, it tells the test and pauses;
-the test ends it with SIGKILL or SIGTERM after a random time, shorter or longer than the pause. So kills fall
-on reading, writing, commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of
-this warm process.
+SIGKILL or SIGTERM comes at a random moment of the time that an undisturbed start took, or shortly after it.
+Each start is a fork of this warm process.
 """
 
-import faulthandler
-import gc
-import itertools
 import os
-import select
 import signal
 import sys
 import time
@@ -21,6 +15,7 @@ from typing import get_type_hints
 import pytest
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.forked_launch import Forked
 from support.inputs import write_adapter, write_line_of_metrics
 from support.kills import Campaign, below, wait_for
 from support.short_runs import run_recipe, tiny_recipe
@@ -33,19 +28,8 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.testing import run_parallel
 
-#: Seconds of a pause; and those after which a start counts as hanging, on a machine that others use: one that
-#: has workers of its own imports torch.
-PAUSE, HANGS = 0.05, 300.0
-
-
-def forget_servers():
-    """Let multiprocessing start a server of its own in a fork of a process that has one."""
-    server = forkserver._forkserver
-    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
-
-
-EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "os.scandir"}
-CALLS = ("fsync", "write", "pwrite", "pread", "preadv")
+#: Seconds after which a start counts as hanging, on a machine that others use.
+HANGS = 300.0
 CONFIG = {**TINY_LLAMA, "vocab_size": 320}
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 TOKENIZE = ["tokenize", "--quiet", "--tokenizer", "tokenizer", "--out", "{out}"]
@@ -114,73 +98,14 @@ def inputs(tmp_path_factory):
         yield root
 
 
-class Start:
-    """Run a command in a fork of this process, and pause it at the call ``at`` of the file system."""
-
-    def __init__(self, words, said, at):
-        self.said = said
-        self._pipe, theirs = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                err = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(err, 1)
-                os.dup2(err, 2)
-                sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
-                faulthandler.enable(sys.stderr)  # a crash says where
-                # Earlier tests left objects with threads, which a fork does not have: freeing them crashes.
-                gc.freeze()
-                forget_servers()
-                watch_calls(theirs, at)
-                code = run(words)
-                sys.stderr.flush()
-            except BaseException as error:
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(code)
-        os.close(theirs)
-
-    def came(self):
-        """Wait for the pause; false if the process ended without one."""
-        assert select.select([self._pipe], [], [], HANGS)[0], "it hangs"
-        return os.read(self._pipe, 1) != b""
-
-    def end(self):
-        """Wait for its end; the exit code, negative for a signal."""
-        self.calls = 0
-        while True:
-            assert select.select([self._pipe], [], [], HANGS)[0], "it hangs"
-            if not (read := os.read(self._pipe, 1 << 16)):
-                break
-            self.calls += len(read)
-        os.close(self._pipe)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def watch_calls(pipe, at):
-    """Announce the call ``at``, 1 for the first, and pause there; with 0 announce all and never pause."""
-    announce, numbers = os.write, itertools.count(1)
-
-    def meet():
-        if (number := next(numbers)) == at or not at:
-            announce(pipe, b".")
-            time.sleep(PAUSE if number == at else 0)
-
-    def hook(event, arguments):
-        if event in EVENTS and "/site-packages/" not in str(arguments[0]):
-            meet()
-
-    def met(call):
-        def wrapped(*arguments):
-            meet()
-            return call(*arguments)
-
-        return wrapped
-
-    for name in CALLS:
-        setattr(os, name, met(getattr(os, name)))
-    sys.addaudithook(hook)
+def command(words):
+    """Run a command line in a fork, whose words go where its standard error goes."""
+    sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
+    server = forkserver._forkserver  # a fork starts one of its own
+    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+    code = run(words)
+    sys.stderr.flush()
+    sys.exit(code)
 
 
 def state(home):
@@ -195,17 +120,17 @@ class Commands(Campaign):
         self.inputs, self.folder = inputs, folder
         self.before = contents(inputs)
         self.whole = {}
-        self.calls = {}
+        self.seconds = {}
         self.count = Counter()
         self.homes = 0
 
     def learn(self, name):
-        """Start the command undisturbed; note its output and its number of calls."""
-        home = self.folder / f"whole {name}"
+        """Start the command undisturbed; note its output and how long it takes."""
+        home, began = self.folder / f"whole {name}", time.monotonic()
         home.mkdir()
-        start = self._start(name, home, 0)
-        assert start.end() == 0, start.said.read_text()
-        self.whole[name], self.calls[name] = contents(home), start.calls
+        start, said = self._start(name, home)
+        assert self._end(start, said) == 0, said.read_text()
+        self.whole[name], self.seconds[name] = contents(home), time.monotonic() - began
         if name in ("to sharded", "to hf", "reshard", "merge-lora"):
             assert run(["verify", str(home / "out")]) == 0
         self.already = below(os.getpid())  # the server that workers are forks of among them
@@ -222,8 +147,8 @@ class Commands(Campaign):
             if self._committed(name, home) or self.random.random() < 0.5:
                 break
         there = self._committed(name, home)
-        start = self._start(name, home, 0)
-        self._check_code(name, start, start.end(), refused=there)
+        start, said = self._start(name, home)
+        self._check_code(name, said, self._end(start, said), refused=there)
         left = {path for path in contents(home) if path not in self.whole[name]}
         assert not left and contents(home) == self.whole[name], (name, left)
         assert {path.name for path in home.iterdir()} == {path.split("/")[0] for path in self.whole[name]}
@@ -233,22 +158,21 @@ class Commands(Campaign):
         random, seen = self.random, state(home)
         racing, worker = random.random() < 0.25, random.random() < 0.4
         disturbed = not racing or random.random() < 0.6
-        starts = [self._start(name, home, random.randint(1, self.calls[name])) for _ in range(1 + racing)]
-        victim = random.choice(starts)
-        disturbed = victim.came() and disturbed
-        others = below(os.getpid()) - self.already - {one.pid for one in starts}
-        hit = random.choice([*others]) if worker and others else victim.pid
+        starts = [self._start(name, home) for _ in range(1 + racing)]
         if disturbed:
-            time.sleep(random.random() * 1.3 * PAUSE)
+            time.sleep(random.random() * 1.1 * self.seconds[name])
+            others = below(os.getpid()) - self.already - {start.pid for start, _ in starts}
+            hit = random.choice([*others]) if worker and others else random.choice(starts)[0].pid
             self.kill([hit], random.choice((signal.SIGKILL, signal.SIGTERM)))
-        codes = [start.end() for start in starts]
+        ends = [(said, self._end(start, said)) for start, said in starts]
+        codes = {code for _, code in ends}
         self.count["races"] += racing
-        killed = bool({-signal.SIGKILL, -signal.SIGTERM, 3} & {*codes})
-        assert disturbed or not killed, [start.said.read_text() for start in starts]
-        for start, code in zip(starts, codes, strict=True):
+        killed = bool({-signal.SIGKILL, -signal.SIGTERM, 3} & codes)
+        for said, code in ends:
+            assert disturbed or not killed, said.read_text()
             if code not in (-signal.SIGKILL, -signal.SIGTERM, 3):
-                self._check_code(name, start, code, refused=None if racing else False)
-        assert killed or 0 in codes, [start.said.read_text() for start in starts]
+                self._check_code(name, said, code, refused=None if racing else False)
+        assert killed or 0 in codes, ends
         if not killed:
             when = "not killed"
         elif self._committed(name, home):
@@ -260,16 +184,23 @@ class Commands(Campaign):
         assert contents(self.inputs) == self.before, (name, "inputs")
         wait_for(lambda: not below(os.getpid()) - self.already, HANGS, f"{name}: all processes had ended")
 
-    def _start(self, name, home, at):
+    def _start(self, name, home):
+        """Start the command; return the process, and the file of what it says."""
         words = [word.replace("{out}", str(home / "out")) for word in WORK[name][0]]
         self.count["starts"] += 1
-        return Start(words, self.folder / f"said-{self.count['starts']}", at)
+        said = self.folder / f"said-{self.count['starts']}"
+        with said.open("w") as stderr:
+            return Forked(command, words, os.environ.copy(), stderr=stderr, keep=range(3, 4096)), said
 
-    def _check_code(self, name, start, code, *, refused):
-        said = start.said.read_text()
-        wanted = {True: {2}, False: {0}, None: {0, 2}}[refused]
-        assert code in ({0} if name == "report" else wanted), (name, code, said)
-        assert code == 0 or (said.startswith("error: ") and said.count("\n") == 1), (name, said)
+    def _end(self, start, said):
+        """Wait for its end; return the exit code, negative for a signal."""
+        wait_for(lambda: start.poll() is not None, HANGS, f"the end of a command: {said.read_text()}")
+        return start.returncode
+
+    def _check_code(self, name, said, code, *, refused):
+        wanted, told = {True: {2}, False: {0}, None: {0, 2}}[refused], said.read_text()
+        assert code in ({0} if name == "report" else wanted), (name, code, told)
+        assert code == 0 or (told.startswith("error: ") and told.count("\n") == 1), (name, told)
 
     def _committed(self, name, home):
         """Return whether the output exists; if so, check that it equals an undisturbed command's output."""
@@ -291,4 +222,4 @@ def test_a_killed_command_leaves_its_output_absent_or_whole_and_the_next_start_l
     campaign.random.shuffle(names)
     while campaign.count["kills"] < kills:
         campaign.kill_until_through(names[campaign.homes % len(names)])
-    print(dict(campaign.count), campaign.calls)
+    print(dict(campaign.count), campaign.seconds)
