@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import forked
-from support.command_lines import NAMES, NEEDLESS, VALID, parameters_of, places, words
+from support.command_lines import NAMES, NEEDLESS, parameters_of, places, words
 from support.trials import Trial, check, tree
 
 
@@ -286,10 +286,6 @@ def test_an_enormous_count_is_one_line_or_without_effect(inputs, folder):
     assert tree(inputs) == before
     for trial, code, files in zip(trials, codes, left, strict=True):
         assert code == 0 or tree(trial.where) == files, trial.words
-
-
-def test_each_command_is_in_the_table():
-    assert VALID.keys() == {*NAMES}
 
 
 CALLED = [str(place) for place in places() if place.command in ("inspect", "tokenize", "report")]

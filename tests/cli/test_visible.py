@@ -195,9 +195,3 @@ def test_every_console_is_the_plain_one():
     files = [file for name in ("cli", "runs", "testing") for file in (ROOT.parents[1] / name).glob("*.py")]
     made = {file.name for file in files if "rich.console" in file.read_text()}
     assert made == {"terminal.py"}, "text goes through runs/terminal.py"
-
-
-def test_commands_print_in_one_way():
-    for path in ROOT.glob("*.py"):
-        if path.name not in ("say.py", "app.py"):
-            assert "typer.echo(" not in path.read_text(), f"{path.name}: use say"

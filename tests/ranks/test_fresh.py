@@ -25,15 +25,6 @@ from trilith.testing import RankError, run_fresh, run_parallel
 MARK = {"set": False}
 
 
-def add_up(own_group):
-    if own_group:
-        assert not dist.is_initialized()
-        dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print(f"rank {dist.get_rank()} sees {total.item():.0f}")
-
-
 def end_each_in_its_way():
     match dist.get_rank():
         case 0:
@@ -59,16 +50,6 @@ def end_each_in_its_way():
             atexit.register(print, "an exit function")
             threading.Thread(target=lambda: time.sleep(0.2) or print("a thread")).start()
             leave(5)
-
-
-def lose_a_peer():
-    if dist.get_rank() == 1:
-        print("rank 1 goes", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.barrier()
-    except RuntimeError:
-        sys.exit(3)
 
 
 def start_another():
@@ -97,13 +78,6 @@ def report_process():
     print(dist.get_debug_level(), "trilith.cli.app" in sys.modules)
 
 
-@pytest.mark.parametrize("own_group", [False, True])
-def test_ranks_work_together_in_a_group_of_theirs_too_and_end_with_0(own_group):
-    codes = run_fresh(add_up, 3, own_group, process_group=not own_group)
-    assert codes == [0, 0, 0]
-    assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
-
-
 def test_no_rank_goes_on_before_all_have_joined():
     store, gone = dist.HashStore(), []
     limit = timedelta(seconds=20)
@@ -125,12 +99,6 @@ def test_every_way_to_end_has_its_exit_code_and_last_words():
     assert "a word" in codes[4].output
     assert codes[7].output == "True\nTrue\n", "signals have their ordinary handlers"
     assert codes[8].output == "a thread\nan exit function\n", "a rank that leaves early waits for both"
-
-
-def test_survivors_of_a_killed_rank_end_by_themselves():
-    codes = run_fresh(lose_a_peer, 2, timeout=20)
-    assert codes == [3, -signal.SIGKILL]
-    assert codes[1].output == "rank 1 goes\n"
 
 
 def test_ranks_that_do_not_end_are_named_shown_and_killed():

@@ -245,7 +245,7 @@ def loss_of(trial: Trial, state: ParallelState) -> Loss:
 
 
 def train(trials: Sequence[Trial]) -> list[tuple[Observation, list[dict[str, float]]]]:
-    """Take two steps of each trial; return what this rank saw, and each step's terms."""
+    """Evaluate, and take two steps of each trial; return what this rank saw, and each step's terms."""
     torch.set_default_dtype(torch.float64)
     return [_train(trial) for trial in trials]
 
@@ -261,6 +261,18 @@ def stranger_of(trial: Trial, state: ParallelState) -> Stranger:
     return Stranger(partial(Ladder, **kind), partial(loss_of, trial, state), batch)
 
 
+def evaluated(trial: Trial, step: Step, samples: Samples) -> dict[str, float]:
+    """Return the loss of samples, and of rows of half the length if the model is ours; nothing changes."""
+    before, batches = torch.random.get_rng_state(), {"held out": samples}
+    if trial.loss not in {**STRANGERS, **STUBS}:
+        halves = {name: rows[:, : LENGTH // 2] if rows.ndim > 1 else rows for name, rows in samples.items()}
+        batches["of half the length"] = halves
+    found = {name: float(step.evaluate(rows).loss) for name, rows in batches.items()}
+    assert torch.equal(before, torch.random.get_rng_state()) and step.model.training
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    return found
+
+
 def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
     state = ParallelState.start(trial.layout)
     terms, stranger = list[dict[str, float]](), stranger_of(trial, state)
@@ -274,14 +286,12 @@ def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
         step = Step(model, stranger.loss(), **how)
 
         def once(samples: Samples) -> Tensor:
-            held_out = None if terms else step.evaluate(samples).loss
+            held_out = {} if terms else evaluated(trial, step, samples)
             result = step.launch(samples)
             step.refuse(result)
-            if not terms and not trial.dropout:  # and this also is one number in every layout
-                assert held_out is not None and abs(float(held_out - result.loss)) <= 1e-12 * float(
-                    result.loss
-                )
-            terms.append({name: float(term) for name, term in result.terms.items()})
+            if not terms and not trial.dropout:
+                assert abs(held_out["held out"] - float(result.loss)) <= 1e-12 * float(result.loss)
+            terms.append({name: float(term) for name, term in result.terms.items()} | held_out)
             return result.loss
 
         return model, once

@@ -27,18 +27,8 @@ WORDS = [
     *("a\nb", "\x1b[31m", "\udcff", "a" * 5000, "%s", "~", "*", "../x", "--", "1,,2", "=", "a=b"),
 ]
 #: Whole files of text.
-TEXTS = [
-    b"",
-    b"\n",
-    b"\0" * 64,
-    b"\xff\xfe\xfd",
-    b"\xef\xbb\xbf",
-    b"null",
-    b"3",
-    b"[]",
-    b"{" * 5000,
-    b"x" * 10**6,
-]
+TEXTS = [b"", b"\n", b"\0" * 64, b"\xff\xfe\xfd", b"\xef\xbb\xbf", b"null", b"3", b"[]", b"{" * 5000]
+TEXTS.append(b"x" * 10**6)
 #: The keys of a recipe that take no path.
 SECTIONS = {each.alias or name: each.annotation for name, each in Recipe.model_fields.items()}
 KEYS = [
@@ -51,15 +41,8 @@ TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ".log",
 #: The argument with which a command reads a run's folder, here ``trained``, which has a checkpoint.
 READS_RUN = {
     **dict.fromkeys(("inspect", "verify", "generate", "evaluate"), "source"),
-    **{
-        "convert": "src",
-        "diff": "b",
-        "parity": "folder",
-        "status": "run",
-        "report": "runs",
-        "merge_lora": "base",
-    },
-    **{"train": "recipe: out"},
+    **{"convert": "src", "diff": "b", "parity": "folder", "status": "run", "report": "runs"},
+    **{"merge_lora": "base", "train": "recipe: out"},
 }
 #: What ``recipe`` reads of each trainer.
 ORIGINS = [("from-trainer", "trainer.json"), ("from-deepspeed", "zero3.json")] + [
@@ -202,12 +185,4 @@ def _nodes(node: Any) -> list[tuple[Any, Any]]:
 
 
 CHANGES: list[Callable[[Random, bytes], bytes]] = [_damaged, _cut]
-CHANGES_OF_TEXT = [
-    *CHANGES,
-    _byte_order_mark,
-    _line_ends,
-    _other_text,
-    _other_value,
-    _other_value,
-    _other_value,
-]
+CHANGES_OF_TEXT = [*CHANGES, _byte_order_mark, _line_ends, _other_text, *[_other_value] * 3]

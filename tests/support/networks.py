@@ -1,7 +1,7 @@
-"""Make small networks on this machine for tests: hosts that are joined by links, which can be slow or cut.
+"""Make small networks on this machine for tests: hosts that are joined by links, which can be cut.
 
 A host is a network namespace with a name of its own. Its link is a pair of interfaces that ends in a bridge,
-as a cable ends in a switch. Needs Linux, ``ip`` and ``tc`` and the right to make namespaces.
+as a cable ends in a switch. Needs Linux, ``ip`` and the right to make namespaces.
 """
 
 from __future__ import annotations
@@ -91,12 +91,6 @@ class Hosts:
     def restore(self, name: str) -> None:
         """Undo ``cut``."""
         _ip("-n", self._hub, "link", "set", name, "up")
-
-    def slow(self, name: str, megabits: int) -> None:
-        """Limit what a host sends to this many 10^6 bits a second."""
-        shape = ["rate", f"{megabits}mbit", "burst", "64kbit", "latency", "200ms"]
-        _run("ip", "netns", "exec", self._space(name), "tc", "qdisc", "replace", "dev", INTERFACE, "root",
-             "tbf", *shape)  # fmt: skip
 
     def _space(self, name: str) -> str:
         return f"{self._mark}-{name}"

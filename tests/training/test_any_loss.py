@@ -142,8 +142,9 @@ def test_the_second_forward_of_a_loss_over_the_whole_step_has_the_first_one_s_dr
     layouts = (Layout(), "1f1b"), (Layout.of(pipeline=2, virtual_stages=2, v_shape=True), "zbv")
     for layout, schedule in layouts:
         trials = [Trial("contrast", layout, schedule, dropout=dropout) for dropout in (0.0, 0.4)]
-        for (plain, _), (dropped, _) in run_parallel(train, layout.world, trials):
+        for (plain, terms), (dropped, dropped_terms) in run_parallel(train, layout.world, trials):
             assert plain.losses[0] != dropped.losses[0]
+            assert terms[0]["held out"] == dropped_terms[0]["held out"], "dropout in an evaluation"
 
 
 def alone(build=Ladder, **kind):

@@ -5,7 +5,6 @@ A save that a rank is killed in, or leaves, leaves the old checkpoint or the new
 
 import os
 import re
-import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from support.kills import Kill, killed_runs, wait_for
-from trilith.checkpoints import Saver, convert
+from trilith.checkpoints import Saver
 from trilith.recipes import load_recipe
 from trilith.runs.guard import is_collective_failure, watched
 from trilith.runs.heartbeat import read_status
@@ -181,21 +180,6 @@ def test_another_layout_is_told_and_resumed_G15(make):
     assert code == 0
     assert "step-00000002 (written by data 2, zero 1)" in " ".join(code.output.split())
     assert run.steps_saved == [2, 4]
-
-
-def test_weights_without_moments_do_not_resume_a_run_G14(make):
-    run = make(4)
-    assert run.ranks("stop_after=2") == [0, 0]
-    trained = run.out / "checkpoints" / "step-00000002"
-    convert(trained, run.out / "hf", to="hf")
-    shutil.rmtree(trained)
-    convert(run.out / "hf", run.out / "converted")
-    shutil.move(run.out / "converted", trained)  # trilith does not write among a run's checkpoints itself
-    codes = run.ranks()
-    assert codes == [4, 4]
-    for code in codes:
-        assert "expected a checkpoint of a training run, found weights alone" in code.output
-        assert "Start from it with model.init_from" in code.output
 
 
 def leave(recipe, how):

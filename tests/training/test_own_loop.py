@@ -121,25 +121,20 @@ def reset_all(layout):
     return {(name, seed): reset(name, layout, seed) for name in LAYERS for seed in (None, 11)}
 
 
-@pytest.fixture(scope="module")
-def cut():
-    """Return what each rank holds of each layer that was reset, in both layouts: a call for each layout."""
-    return [run_parallel(reset_all, world, Layout(tensor=world)) for world in (2, 3)]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_is_reset_to_the_same_bits_in_every_layout(name, cut):
-    for seed in (None, 11):
-        expected = assemble([reset(name, Layout(), seed)])
-        assert expected and not any(bool(one.isnan().any()) for one in expected.values())
-        for ranks in cut:
-            found = assemble([rank[name, seed] for rank in ranks])
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(one, found[key]) for key, one in expected.items())
-    torch.manual_seed(5)
-    born = nn.Sequential(LAYERS[name](ParallelState.alone()))
-    plain = assemble([reset(name, Layout(), None)])
-    assert all(torch.equal(p[: len(plain[key])], plain[key]) for key, p in born.named_parameters())
+def test_every_layer_is_reset_to_the_same_bits_in_every_layout():
+    expected = {key: assemble([pieces]) for key, pieces in reset_all(Layout()).items()}
+    for world in (2, 3):
+        ranks = run_parallel(reset_all, world, Layout(tensor=world))
+        for key, whole in expected.items():
+            found = assemble([rank[key] for rank in ranks])
+            assert whole and not any(bool(tensor.isnan().any()) for tensor in whole.values()), key
+            assert whole.keys() == found.keys(), key
+            assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items()), (world, key)
+    for name, make in LAYERS.items():
+        torch.manual_seed(5)
+        born = nn.Sequential(make(ParallelState.alone()))
+        whole = expected[name, None]
+        assert all(torch.equal(p[: len(whole[key])], whole[key]) for key, p in born.named_parameters()), name
 
 
 def test_every_layer_with_parameters_can_be_reset():

@@ -1,4 +1,4 @@
-"""Checkpoints between layouts that pad the vocabulary to other lengths, and those written before they did."""
+"""Checkpoints written before layouts padded the vocabulary to other lengths go on on three ranks."""
 
 import shutil
 from pathlib import Path
@@ -6,41 +6,13 @@ from pathlib import Path
 import pytest
 from support.configs import config
 from support.round_trips import assert_same, weights
-from support.short_runs import losses, tiny_recipe, train, whole_tensors
-from support.stop_and_go import ROUNDING, StopAndGo, differences, stopped_and_gone_on
+from support.short_runs import losses, tiny_recipe, train
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 
-#: Twelve heads: 2 and 3 ranks divide them. Vocabulary 131 takes 256 rows on 2 ranks, 384 on 3.
-TWELVE = config("tiny_llama_of_12_heads")
 #: ``run`` was written by the version that padded vocabularies alike in every layout (its manifest was sealed
 #: later), ``run_version_2`` by the last one whose manifest listed every part.
 BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
-BETWEEN = StopAndGo(
-    "2-to-3-to-2", [{"layout": {"tensor": tensor}} for tensor in (2, 3, 2)], {"model": {"config": TWELVE}}
-)
-
-
-@pytest.fixture(scope="module")
-def between(tmp_path_factory):
-    """Run the same training on one device, and on 2, then 3, then 2 tensor ranks."""
-    return stopped_and_gone_on(BETWEEN, tmp_path_factory.mktemp("parts"), tmp_path_factory)
-
-
-def test_a_run_goes_on_from_2_to_3_ranks_and_back_as_if_on_one(between):
-    assert differences(*between, relative=ROUNDING) == []
-    assert whole_tensors(between[1])["embed.weight"].shape == (131, 12)
-
-
-def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_path):
-    steps = between[1] / "checkpoints"
-    for number, source in enumerate(("step-00000002", "step-00000004")):  # of 2 ranks, and of 3
-        hf, cut, again = (tmp_path / f"{name}{number}" for name in ("hf", "cut", "again"))
-        assert run(["convert", str(steps / source), str(hf), "--to", "hf", "--verify"]) == 0
-        assert run(["convert", str(hf), str(cut), "--tensor", "3", "--verify"]) == 0
-        assert run(["convert", str(cut), str(again), "--to", "hf"]) == 0
-        assert_same(weights(again), weights(hf))
-        assert weights(hf)["model.embed_tokens.weight"].shape == (131, 12)
 
 
 @pytest.mark.parametrize("kind", ["run", "run_version_2"])
