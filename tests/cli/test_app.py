@@ -177,14 +177,6 @@ def test_what_needs_no_model_does_not_import_torch(words):
     assert len(imported) < MODULES
 
 
-def test_a_command_searches_less_for_garbage_while_it_imports():
-    before = "import gc, trilith.cli as cli; before = gc.get_threshold()"
-    code = f"{before}\ntry: cli.main()\nfinally: print(gc.get_threshold() > before)"
-    words = [sys.executable, "-P", "-c", code, "--version"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.endswith("\nTrue\n"), done
-
-
 EVERY = dict(every_command(typer.main.get_command(make_app())))
 #: Words with which a help text would lean on the option above it or on its section.
 LEANING = {"and", "of", "also", "ditto", "with", "its", "it", "so", "the", "a", "an", "another"}

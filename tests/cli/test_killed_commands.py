@@ -12,61 +12,33 @@ from collections import Counter
 from multiprocessing import forkserver
 
 import pytest
-from support.configs import TINY_LLAMA
+from support.command_lines import make_inputs
 from support.folders import contents
 from support.forked_launch import Forked
-from support.inputs import write_adapter, write_line_of_metrics
 from support.kills import Campaign, below, wait_for
-from support.short_runs import run_recipe, tiny_recipe
+from support.short_runs import tiny_recipe, train
 from support.token_files import write_json_lines
-from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data import token_writer
 from trilith.data.text.text_and_jsonl import read_blocks
-from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.testing import run_parallel
 
 #: Seconds after which a start counts as hanging, on a machine that others use.
 HANGS = 300.0
-CONFIG = {**TINY_LLAMA, "vocab_size": 320}
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-TOKENIZE = ["tokenize", "--quiet", "--tokenizer", "tokenizer", "--out", "{out}"]
+TOKENIZE = ["tokenize", "--quiet", "--tokenizer", "templated", "--out", "{out}"]
 #: The commands, below the folder of inputs, and the file without which the output counts as absent. Others
 #: that write one file do so as ``report`` does.
 WORK = {
     "to sharded": (["convert", "hf", "{out}", "--tensor", "2", "--pipeline", "3"], "out"),
     "to hf": (["convert", "sharded", "{out}", "--to", "hf"], "out"),
     "to peft": (["convert", "lora-run", "{out}", "--to", "peft"], "out"),
-    "reshard": (["convert", "run", "{out}", "--to", "sharded", "--tensor", "4"], "out"),
+    "reshard": (["convert", "trained", "{out}", "--to", "sharded", "--tensor", "4"], "out"),
     "merge-lora": (["merge-lora", "hf", "adapter", "{out}"], "out"),
     "tokenize": ([*TOKENIZE, "a.txt", "--split-paragraphs", "--workers", "2"], "out.json"),
-    "tokenize chat": ([*TOKENIZE, "chat.jsonl", "--chat", "--workers", "1"], "out.json"),
+    "tokenize chat": ([*TOKENIZE, "chats.jsonl", "--chat", "--workers", "1"], "out.json"),
     "train-tokenizer": (["train-tokenizer", "a.txt", "--vocab-size", "300", "--out", "{out}"], "out"),
     "report": (["report", "run", "--out", "{out}"], "out"),
 }
-TEMPLATE = (
-    "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-)
-
-
-def make_inputs(root):
-    write_hf_folder(root / "hf", CONFIG)
-    convert(root / "hf", root / "sharded", tensor=2, pipeline=2)
-    tokens = write_tokens(root / "tokens")
-    run_parallel(run_recipe, 2, tiny_recipe(root / "run", tokens, steps=1, layout={"data": 2, "zero": 1}))
-    lora = {"model": {"init_from": str(root / "hf")}, "lora": LORA, "dtype": "float32"}
-    raw = tiny_recipe(root / "lora-run", tokens, steps=1)
-    run_parallel(run_recipe, 1, {**raw, **lora})
-    write_line_of_metrics(root / "run")
-    write_adapter(root / "adapter", root / "hf")
-    texts = [f"number {i} of many words" for i in range(300)]
-    (root / "a.txt").write_text("\n\n".join(texts))
-    train_tokenizer(texts, root / "tokenizer", vocab_size=300)
-    (root / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    talks = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
-    write_json_lines(root / "chat.jsonl", [{"messages": talk} for talk in talks])
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +46,13 @@ def inputs(tmp_path_factory):
     """The folder of inputs, which is the working directory; and a mark for each of many blocks of text."""
     root = tmp_path_factory.mktemp("inputs")
     make_inputs(root)
+    train(tiny_recipe(root / "trained", root / "tokens", steps=1, layout={"data": 2, "zero": 1}))
+    lora = {"model": {"config": None, "init_from": str(root / "hf")}, "lora": LORA, "dtype": "float32"}
+    train(tiny_recipe(root / "lora-run", root / "tokens", steps=1, **lora))
+    texts = [f"number {i} of many words" for i in range(300)]
+    (root / "a.txt").write_text("\n\n".join(texts))
+    talks = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
+    write_json_lines(root / "chats.jsonl", [{"messages": talk} for talk in talks])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("TOKENIZERS_PARALLELISM", "false")

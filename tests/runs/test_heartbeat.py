@@ -35,19 +35,21 @@ def leave(folder, rank, *, age=0.0, **said):
     os.utime(path, (time.time() - age,) * 2)
 
 
+def judged(folder, *statuses):
+    """Return who is blamed by rank 0, from what ranks left."""
+    for rank, status in enumerate(statuses):
+        leave(folder, rank, **status)
+    return blame(folder, len(statuses), but=0, run="now", wait=0)
+
+
 def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path):
     """The asking host's clock may be minutes off: the rank's last beat is compared with our own last beat."""
-    leave(tmp_path, 0, age=100)
-    leave(tmp_path, 1, age=99)
-    leave(tmp_path, 2, age=110)
     died = f"rank 2 died or hangs in step of step 3 (pid {os.getpid()} on elsewhere)"
-    assert blame(tmp_path, 3, but=0, run="now", wait=0) == died
+    assert judged(tmp_path, {"age": 100}, {"age": 99}, {"age": 110}) == died
 
 
 def test_a_process_that_is_gone_is_silent_at_once(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, host=socket.gethostname(), pid=2**22 - 1)
-    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+    assert "rank 1 died" in judged(tmp_path, {}, {"host": socket.gethostname(), "pid": 2**22 - 1})
 
 
 class Clock:
@@ -99,17 +101,14 @@ def test_files_that_make_no_sense_are_passed_over(tmp_path, rubbish):
 
 def test_an_earlier_run_is_not_blamed(tmp_path):
     """torchrun clears nothing: files of an earlier start's ranks stay until their successors are written."""
-    leave(tmp_path, 0, run="now")
-    leave(tmp_path, 1, run="before", code=2, error="of yesterday")
-    leave(tmp_path, 2, run="now", code=4, error="of today")
-    said = blame(tmp_path, 3, but=0, run="now", wait=0)
-    assert said == "rank 1 never started; rank 2 failed in step of step 3: of today"
+    before, now = {"run": "before", "code": 2, "error": "of yesterday"}, {"code": 4, "error": "of today"}
+    assert (
+        judged(tmp_path, {}, before, now) == "rank 1 never started; rank 2 failed in step of step 3: of today"
+    )
 
 
 def test_who_was_asked_to_stop_did_not_fail(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, code=PREEMPTED, error="asked to stop", age=5)
-    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
+    assert judged(tmp_path, {}, {"code": PREEMPTED, "error": "asked to stop", "age": 5}) == ""
     first = first_failure(tmp_path, run="now")
     assert first is not None and first.rank == 1  # nothing else ended
     leave(tmp_path, 0, code=3, error="a collective failed", cause=False)
@@ -118,11 +117,9 @@ def test_who_was_asked_to_stop_did_not_fail(tmp_path):
 
 
 def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()))
-    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
-    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()) - 1)
-    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+    started = start_of(os.getpid())
+    assert judged(tmp_path, {}, {**HERE, "started": started}) == ""
+    assert "rank 1 died" in judged(tmp_path, {}, {**HERE, "started": started - 1})
 
 
 def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path):

@@ -32,7 +32,6 @@ LORA = {"r": 2, "target_modules": ["v_proj"]}
 WATCH = {"norms": 3, "activation_norms": True, "trackers": ["tensorboard"]}
 LAYOUTS = {
     "one": {},
-    "tp2": {"tensor": 2},
     "sp2": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "dp2-zero3": {"data": 2, "zero": 3},
@@ -75,10 +74,7 @@ def evaluations(out):
     return {line["step"] + 1: line["evaluation_loss"] for line in found if "evaluation_loss" in line}
 
 
-BESIDE_SP2 = pytest.param("tp2", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", ["sp2", "pp2", "dp2-zero3", "cp2", "pp2-chunked", BESIDE_SP2])
+@pytest.mark.parametrize("name", ["sp2", "pp2", "dp2-zero3", "cp2", "pp2-chunked"])
 def test_evaluation_and_norms_are_the_same_in_every_layout(place, name):
     one, other = watched(place, "one"), watched(place, name)
     expected, found = evaluations(one), evaluations(other)

@@ -77,18 +77,6 @@ def test_a_part_of_a_batch_is_asked_for_after_the_backward_of_the_one_before():
     assert torch.equal(*losses) and all(torch.equal(whole, lazy) for whole, lazy in zip(*grads, strict=True))
 
 
-def test_the_gradient_of_the_logits_takes_their_place():
-    model, step, _ = parts()
-    places = []
-
-    def note(_, given, logits):
-        logits.register_hook(lambda grad: places.append((grad.data_ptr(), logits.data_ptr())))
-
-    model.register_forward_hook(note)
-    step(BATCH)
-    assert len(places) == 2 and all(grad == logits for grad, logits in places)
-
-
 def stored(model, update):
     moments = [one for state in update.optimizer.state.values() for one in state.values()]
     return [one.detach().clone() for one in (*model.parameters(), *moments)]

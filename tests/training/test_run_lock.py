@@ -121,7 +121,8 @@ def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said_and_no_ot
     """An earlier, larger world leaves files that nobody replaces; killed ranks leave half-written files."""
     others = {"rankings.json", "rank.json", "rank1.json.bak"}
     (tmp_path / "status").mkdir()
-    for name in ("rank0.json", "rank1.json", "rank5.json", "rank1.tmp", *others):
+    records = ("collectives-rank0.json", "nccl-rank1")
+    for name in ("rank0.json", "rank1.json", "rank5.json", "rank1.tmp", *records, *others):
         (tmp_path / "status" / name).write_text("{}")
     with only_run_in(tmp_path, ParallelState.alone()) as run:
         assert {path.name for path in (tmp_path / "status").iterdir()} == others

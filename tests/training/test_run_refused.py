@@ -70,10 +70,6 @@ LORA_ROWS = {
     "norms": ("linears of the blocks", {"target_modules": r".*norm"}),
     "no-pattern": ("a regular expression", {"target_modules": "("}),
     "no-such-block": ("blocks 0 to 2, found 3", {"layers_to_transform": [3]}),
-    "pattern-and-blocks": (
-        r"lora: layers_to_transform: expected absent: peft refuses it",
-        {"target_modules": r".*q_proj", "layers_to_transform": 1},
-    ),
     "blocks-alone": ("expected layers_to_transform beside it", {"layers_pattern": "layers"}),
     "other-blocks": (
         r"layers_pattern: expected what precedes a block's number in model\.layers\.0\.",

@@ -49,24 +49,21 @@ def recipe(folder, **changes):
 ONCE = {"plans": 1, "tokens": 1, "held-out": 1}
 
 
-def test_a_run_in_this_process_makes_its_plan_and_opens_its_data_once(tmp_path):
-    raw = recipe(tmp_path)
-    with counted() as found:
-        assert run(parse_recipe(raw), quiet=True) == 0
-    assert found == ONCE
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
-    assert json.loads((status_folder(tmp_path / "run") / "rank0.json").read_text())["code"] == 0
-
-
 def counted_rank(raw):
     with counted() as found:
         run_recipe(raw)
     return found
 
 
-def test_each_rank_makes_its_plan_and_opens_its_data_once(tmp_path):
-    raw = recipe(tmp_path, layout={"data": 2})
-    assert run_parallel(counted_rank, 2, raw) == [ONCE, ONCE]
+def test_a_run_in_this_process_or_a_rank_makes_its_plan_and_opens_its_data_once(tmp_path):
+    raw = recipe(tmp_path)
+    with counted() as found:
+        assert run(parse_recipe(raw), quiet=True) == 0
+    assert found == ONCE
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    assert json.loads((status_folder(tmp_path / "run") / "rank0.json").read_text())["code"] == 0
+    of_two = raw | {"out": str(tmp_path / "of two"), "layout": {"data": 2}}
+    assert run_parallel(counted_rank, 2, of_two) == [ONCE, ONCE]
 
 
 def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_path, monkeypatch):
