@@ -4,10 +4,11 @@ import peft
 import pytest
 import torch
 from support.configs import TINY_GLM, TINY_LLAMA
+from support.families import transformers_model
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import convert, differences, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.machine.random_files import write_hf_folder
@@ -24,12 +25,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 def write_base(folder):
-    """Write a model with random norms and biases, in fp32."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.1)
-    model.save_pretrained(folder)
+    transformers_model(TINY_LLAMA).save_pretrained(folder)
     return folder
 
 
