@@ -114,11 +114,6 @@ def test_wrong_usage_is_one_line_and_exits_2(words, capsys):
     assert not out
 
 
-def test_success_is_0_and_prints_what_the_command_prints(capsys):
-    assert call("count", "3") == 0
-    assert capsys.readouterr() == ("3\n", "")
-
-
 def test_every_command_explains_itself(capsys):
     for command in (*COMMANDS, fail, count):
         assert command.__doc__, f"{command.__name__} has no docstring"

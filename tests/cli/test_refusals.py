@@ -113,6 +113,7 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
     command("models zzz", "found 'zzz'. `trilith models` lists them"),
     command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
     command("models mixtrl", "Nearest: mixtral"),
+    command("models --show", "models: --show: expected the name of a family or size"),
 )
 
 

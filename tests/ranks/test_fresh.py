@@ -22,8 +22,6 @@ from trilith.system.process_end import leave
 from trilith.system.process_info import process_info
 from trilith.testing import RankError, run_fresh, run_parallel
 
-MARK = {"set": False}
-
 
 def end_each_in_its_way():
     match dist.get_rank():
@@ -70,8 +68,6 @@ def wait_in_vain():
 
 
 def report_process():
-    assert not MARK["set"]
-    MARK["set"] = True
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TRILITH_PROBE")
     print(os.getpid(), os.getcwd(), *(os.environ.get(name) for name in names))
     print(threading.current_thread() is threading.main_thread(), torch.get_num_threads())

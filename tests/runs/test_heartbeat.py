@@ -281,6 +281,18 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
     assert capsys.readouterr().out.splitlines()[0] == outcome(tmp_path).text
 
 
+def ended_by_a_launcher(ranks, folder, *, seconds):
+    """Let a launcher wait for ranks, so long for one that has said how it ends; return their exit codes."""
+    try:
+        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=seconds):
+            launch._wait(ranks, folder, "ours")
+        return [rank.returncode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(tmp_path):
     """Rank 0 has failed, rank 1 ends when it is asked, rank 2 hangs, rank 3 is about to end; rank 4 says so
     and hangs.
@@ -288,20 +300,14 @@ def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(t
     deaf = "trap '' TERM; exec sleep"
     scripts = ("exit 2", "exec sleep 60", f"{deaf} 60", f"{deaf} 0.6", f"{deaf} 60")
     ranks = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
-    stranger = subprocess.Popen(["sleep", "60"])
-    leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only ranks of ours are killed
     for ending in (3, 4):
         leave(tmp_path, ending, run="ours", code=3, pid=ranks[ending].pid)
-    try:
-        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=2.0):
-            launch._wait(ranks, tmp_path, "ours")
-        killed = -signal.SIGKILL
-        assert [rank.returncode for rank in ranks] == [2, -signal.SIGTERM, killed, 0, killed]
-        assert stranger.poll() is None
-    finally:
-        for process in (stranger, *ranks):
-            process.kill()
-            process.wait()
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only our ranks are killed
+        codes = ended_by_a_launcher(ranks, tmp_path, seconds=2.0)
+        lives = stranger.poll() is None
+        stranger.kill()
+    assert codes == [2, -signal.SIGTERM, -signal.SIGKILL, 0, -signal.SIGKILL] and lives
 
 
 def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_path):
@@ -310,15 +316,8 @@ def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_pat
         leave(tmp_path, number, run="ours", code=0, pid=process.pid)
     watchdog = threading.Timer(20, ranks[0].terminate)
     watchdog.start()
-    try:
-        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=1.0):
-            launch._wait(ranks, tmp_path, "ours")
-        assert [process.returncode for process in ranks] == [-signal.SIGKILL, 0]
-    finally:
-        watchdog.cancel()
-        for process in ranks:
-            process.kill()
-            process.wait()
+    assert ended_by_a_launcher(ranks, tmp_path, seconds=1.0) == [-signal.SIGKILL, 0]
+    watchdog.cancel()
 
 
 @pytest.mark.parametrize(("gone", "code"), [(False, 0), (True, -signal.SIGTERM)])
