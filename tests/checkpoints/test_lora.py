@@ -317,7 +317,8 @@ def merging(base="base", adapter="adapter"):
 EXTRA = "base_model.model.lm_head.lora_A.weight"
 test_adapters_that_do_not_fit_are_refused = refusals(
     *(Refused(why, merging(), says, given=spoiled(change)) for why, says, change in (
-        ("missing", r"lora_A.weight.: expected \[.*\], found no such tensor\. .* target_modules", lambda name, one: {name: None}),
+        ("missing", r"lora_A.weight.: expected \[.*\], found no such tensor\. .* target_modules",
+         lambda name, one: {name: None}),
         ("extra", "lm_head.lora_A.weight': expected no such tensor", lambda name, one: {EXTRA: one.clone()}),
         ("shape", r"expected \[", lambda name, one: {name: one[:, 1:].clone()}),
         ("nan", "expected finite numbers", lambda name, one: {name: one * float("nan")}),

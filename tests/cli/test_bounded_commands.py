@@ -1,7 +1,5 @@
 """No command starts, or computes, more than one machine can: the limit is said before anything is touched."""
 
-import inspect
-import re
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from support.configs import TINY_LLAMA
 from support.folders import contents
 from trilith.checkpoints import ConversionOptions
-from trilith.cli.app import COMMANDS, run
+from trilith.cli.app import run
 from trilith.data.text import tokenizer_training
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Layout
@@ -76,14 +74,6 @@ def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touch
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and says in said.err and len(said.err) < 400
     assert "unexpected" not in said.err and contents(folder) == before
-
-
-def test_every_option_for_workers_stands_in_the_table():
-    for command in COMMANDS:
-        options = inspect.signature(command).parameters.keys()
-        for option in options & {"workers", "nproc"}:
-            words = f"{command.__name__.replace('_', '-')} .*--{option.replace('_', '-')}"
-            assert any(re.match(words, line) for line, _ in WORDS), words
 
 
 @given(over=st.integers(1, 2**40))

@@ -44,13 +44,6 @@ def test_diff_sees_through_layouts_and_forms(tmp_path, hf, capsys):
     assert out.count("\n") == 1
 
 
-def test_weights_are_cast_to_a_data_type_by_its_short_name(tmp_path, hf):
-    for name in ("bf16", "bfloat16"):
-        assert run(["convert", str(hf), str(tmp_path / name), "--to", "hf", "--dtype", name]) == 0
-    short, long = (tmp_path / name / "model.safetensors" for name in ("bf16", "bfloat16"))
-    assert short.read_bytes() == long.read_bytes()
-
-
 def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(hf, monkeypatch, capsys):
     config = hf / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"some\nkey\x1b": 3}))

@@ -81,8 +81,3 @@ def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys,
     )
     assert "\nblocks 0-31: ArceeDecoderLayer\n" in out
     assert out.index("embed_tokens") < out.index("block") < out.index("lm_head.weight")
-
-
-def test_a_model_without_a_name_is_not_shown(capsys):
-    assert run(["models", "--show"]) == 2
-    assert "models: --show: expected the name of a family or size" in capsys.readouterr().err

@@ -28,8 +28,6 @@ from trilith.runs import launch
 from trilith.runs import terminal as console_module
 from trilith.system import visible
 
-ROOT = Path(say_module.__file__).parent
-
 harmful = st.sampled_from(["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", *"\x07\x08\r\x7f\x85\u202e\u2066\u200f"])
 texts = st.lists(st.one_of(harmful, st.characters(codec="utf-8")), max_size=8).map("".join)
 
@@ -189,15 +187,3 @@ def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
     for words in ([*train, "stop_after=1"], train, ["inspect", str(out / "checkpoints")]):
         assert run(words) == 0, words
         assert str(out) in capfd.readouterr().out
-
-
-def test_every_console_is_the_plain_one():
-    files = [file for name in ("cli", "runs", "testing") for file in (ROOT.parents[1] / name).glob("*.py")]
-    made = {file.name for file in files if "rich.console" in file.read_text()}
-    assert made == {"terminal.py"}, "text goes through runs/terminal.py"
-
-
-def test_commands_print_in_one_way():
-    for path in ROOT.glob("*.py"):
-        if path.name not in ("say.py", "app.py"):
-            assert "typer.echo(" not in path.read_text(), f"{path.name}: use say"

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -88,14 +87,6 @@ def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_
 
 
 @pytest.mark.slow
-def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster, tmp_path):
-    mine = Submitted.write(run, tmp_path, "--nodes", "1", "--exclude", "n1", steps=2, ranks=1)
-    job = cluster.submit(tmp_path / "job.sbatch")
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
-    assert nodes_used(cluster, job) == "n2"
-
-
-@pytest.mark.slow
 def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=2)
     mine.out.mkdir()
@@ -164,24 +155,3 @@ def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster, tmp_path):
     job = cluster.submit(tmp_path / "plain.sbatch")
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
     assert losses(mine.out) == mine.uninterrupted()
-
-
-_HOLDER = """
-import sys, time
-from pathlib import Path
-from support.slurm import slurm
-with slurm(Path(sys.argv[1]), Path(sys.argv[2])) as running:
-    print("up", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_a_slurm_of_a_killed_test_ends(unpacked, tmp_path):
-    words = [sys.executable, "-c", _HOLDER, str(tmp_path / "run"), str(unpacked)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "up\n"
-        mark = f"SLURM_CONF={tmp_path / 'run/slurm.conf'}"
-        assert len(started_with(mark)) >= 3
-        os.kill(holder.pid, signal.SIGKILL)
-    wait_for(lambda: not started_with(mark), 30, "the end of Slurm")

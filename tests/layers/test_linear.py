@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from trilith.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -11,6 +12,14 @@ from trilith.layers import (
 )
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import Operators, run_parallel
+
+
+def test_named_outputs_are_separate_linears_of_one_input():
+    layer = ColumnParallelLinear(6, {"q": 8, "k": 4}, unit=2)
+    x = torch.randn(3, 6)
+    for y, part in zip(layer(x), (layer.q, layer.k), strict=True):
+        assert torch.equal(y, nn.functional.linear(x, part.weight, part.bias))
+    assert list(layer.state_dict()) == ["q.weight", "q.bias", "k.weight", "k.bias"]
 
 
 def test_the_repr_shows_whole_and_local_sizes():
@@ -89,3 +98,13 @@ def copies_of(rows):
 def test_of_one_row_the_pieces_of_a_sequence_are_not_copied():
     assert run_parallel(copies_of, 2, 1) == [1, 1]  # the gradient of a sum is broadcast
     assert all(count > 4 for count in run_parallel(copies_of, 2, 2))
+
+
+def test_layers_on_one_rank_run_as_many_operators_as_torch_s():
+    ours = ColumnParallelLinear(16, 64, bias=False), RowParallelLinear(64, 16, bias=False)
+    counts = []
+    for up, down in (ours, (nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False))):
+        with Operators() as seen:
+            down(up(torch.ones(1, 8, 16, requires_grad=True)).relu()).sum().backward()
+        counts.append(len(seen.names))
+    assert counts[0] == counts[1]

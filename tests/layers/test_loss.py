@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import config
 from torch.nn import functional as F
 from trilith.layers import IGNORE, padded_vocabulary, valid_tokens, vocab_parallel_cross_entropy
 from trilith.layers import loss as cross_entropy
+from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import LiveBytes, run_parallel
+from trilith.testing import LiveBytes, Operators, run_parallel
 
 
 def problem(vocab, dtype, *, scale=4.0):
@@ -66,6 +68,14 @@ def test_on_one_device_it_is_torchs(dtype, tolerance, vocab, smoothing):
     torch.testing.assert_close(loss, wanted.detach(), rtol=tolerance, atol=tolerance)
     rounding = 2**-8 if dtype == torch.bfloat16 else tolerance
     torch.testing.assert_close(grad.to(x.dtype), x.grad, rtol=rounding, atol=tolerance)
+
+
+def test_padding_columns_count_for_nothing_and_get_no_gradient():
+    logits, labels = problem(7, torch.float64)
+    loss, grad = with_gradient(logits, labels, 7, 0.1)
+    assert bool((grad[..., 7:] == 0).all())
+    logits[..., 7:] = 1e30
+    assert torch.equal(with_gradient(logits, labels, 7, 0.1)[0], loss)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -163,3 +173,19 @@ def test_over_a_cut_vocabulary_it_equals_one_device(tensor, vocab, smoothing, z_
     whole = torch.cat([piece for _, piece in ranks], -1)
     grad = grad[..., : whole.shape[-1]]
     torch.testing.assert_close(whole, grad, rtol=1e-12 if exact else 2**-7, atol=1e-13 if exact else 1e-5)
+
+
+def largest_tensor(sequence):
+    """Return the size, in numbers, of the largest tensor made on a rank in forward, loss and backward."""
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    raw = config("tiniest_llama", vocab_size=503, tie_word_embeddings=False)
+    model = LLAMA.build(LLAMA.from_hf(raw), state=state, device="cpu")
+    ids = torch.randint(503, (2, 12))
+    with Operators() as operators:
+        torch.autograd.backward(vocab_parallel_cross_entropy(model(ids), ids, 503, state=state).sum())
+    return operators.largest
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_logits_are_never_gathered(sequence):
+    assert run_parallel(largest_tensor, 2, sequence) == [2 * 12 * 512 // 2] * 2, "a rank's own logits"

@@ -22,17 +22,6 @@ from trilith.system.process_end import leave
 from trilith.system.process_info import process_info
 from trilith.testing import RankError, run_fresh, run_parallel
 
-MARK = {"set": False}
-
-
-def add_up(own_group):
-    if own_group:
-        assert not dist.is_initialized()
-        dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print(f"rank {dist.get_rank()} sees {total.item():.0f}")
-
 
 def end_each_in_its_way():
     match dist.get_rank():
@@ -61,16 +50,6 @@ def end_each_in_its_way():
             leave(5)
 
 
-def lose_a_peer():
-    if dist.get_rank() == 1:
-        print("rank 1 goes", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.barrier()
-    except RuntimeError:
-        sys.exit(3)
-
-
 def start_another():
     """Start a process that a rank leaves to itself, such as a compiler; return its number."""
     return subprocess.Popen(["sleep", "1000"]).pid
@@ -89,19 +68,10 @@ def wait_in_vain():
 
 
 def report_process():
-    assert not MARK["set"]
-    MARK["set"] = True
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TRILITH_PROBE")
     print(os.getpid(), os.getcwd(), *(os.environ.get(name) for name in names))
     print(threading.current_thread() is threading.main_thread(), torch.get_num_threads())
     print(dist.get_debug_level(), "trilith.cli.app" in sys.modules)
-
-
-@pytest.mark.parametrize("own_group", [False, True])
-def test_ranks_work_together_in_a_group_of_theirs_too_and_end_with_0(own_group):
-    codes = run_fresh(add_up, 3, own_group, process_group=not own_group)
-    assert codes == [0, 0, 0]
-    assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
 
 
 def test_no_rank_goes_on_before_all_have_joined():
@@ -125,12 +95,6 @@ def test_every_way_to_end_has_its_exit_code_and_last_words():
     assert "a word" in codes[4].output
     assert codes[7].output == "True\nTrue\n", "signals have their ordinary handlers"
     assert codes[8].output == "a thread\nan exit function\n", "a rank that leaves early waits for both"
-
-
-def test_survivors_of_a_killed_rank_end_by_themselves():
-    codes = run_fresh(lose_a_peer, 2, timeout=20)
-    assert codes == [3, -signal.SIGKILL]
-    assert codes[1].output == "rank 1 goes\n"
 
 
 def test_ranks_that_do_not_end_are_named_shown_and_killed():

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -15,7 +17,7 @@ from trilith.cli.app import run
 from trilith.parallel_state import PeerFailed
 from trilith.runs.flight_recorder import Call, keeping_nccl_record, read_records_of, who_waits
 from trilith.runs.guard import watched
-from trilith.runs.heartbeat import clear_status, status_folder
+from trilith.runs.heartbeat import status_folder
 from trilith.storage.torch_archive import read_records
 from trilith.testing import run_fresh
 
@@ -56,8 +58,18 @@ def test_the_records_say_who_waits_for_whom(records, says):
     assert who_waits(records) == says
 
 
-def failing(out):
-    """Fail on rank 0, which waits for rank 1 in the third collective of a group; both pass a pickle by."""
+def cut_links():
+    """Shut every connection of this process down, as a cable that is pulled ends it for both ends."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as link:
+            if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername():
+                link.shutdown(socket.SHUT_RDWR)
+
+
+def failing(out, is_cut):
+    """Fail in the third collective of a group: both ranks if their link is cut, or rank 0, which waits for
+    rank 1; both pass a pickle by.
+    """
     rank = int(os.environ["RANK"])
     folder = status_folder(Path(out))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -70,7 +82,9 @@ def failing(out):
     ):
         dist.all_reduce(numbers, group=group)
         dist.broadcast(numbers, 0, group=group)
-        if rank == 1:
+        if is_cut:
+            cut_links()
+        elif rank == 1:
             while not (Path(out) / "dumped").exists():  # rank 0 has given up
                 time.sleep(0.02)
             raise PeerFailed("late")
@@ -84,16 +98,20 @@ def failing(out):
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
     out = tmp_path_factory.mktemp("flight")
-    assert run_fresh(failing, 2, str(out), process_group=False) == [0, 0]
+    assert run_fresh(failing, 2, str(out), False, process_group=False) == [0, 0]
     return out
 
 
-def test_the_command_says_which_rank_did_not_come(failed, capsys):
-    assert run(["status", str(failed), "--why"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "rank 0 waits in all_reduce Float [4, 8] (collective 3 of ranks [0, 1], group tensor) for rank 1, "
-        "which left no record"
-    ]
+def test_the_command_says_which_rank_did_not_come_or_that_the_network_failed(failed, tmp_path, capsys):
+    codes = run_fresh(failing, 2, str(tmp_path), True, process_group=False)
+    assert codes == [0, 0], [code.output for code in codes]
+    where = "in all_reduce Float [4, 8] (collective 3 of ranks [0, 1], group tensor)"
+    for out, says in (
+        (failed, f"rank 0 waits {where} for rank 1, which left no record"),
+        (tmp_path, f"ranks 0, 1 wait {where}: all ranks have called it, so the network failed"),
+    ):
+        assert run(["status", str(out), "--why"]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [says]
 
 
 def test_nccl_s_pickle_is_read_without_running_it(failed, tmp_path):
@@ -112,13 +130,6 @@ def test_nccl_s_pickle_is_read_without_running_it(failed, tmp_path):
     (tmp_path / "nccl-rank2").write_bytes((failed / "dumped").read_bytes()[:-5])
     (tmp_path / "collectives-rank3.json").write_text(json.dumps({"gloo": {"pg_config": []}}))
     assert not any(read_records_of(tmp_path).values())
-
-
-def test_the_next_start_removes_the_records(tmp_path):
-    for name in ("rank0.json", "collectives-rank0.json", "nccl-rank1", "rank1.tmp", "frank.txt"):
-        (tmp_path / name).touch()
-    clear_status(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["frank.txt"]
 
 
 def test_nccl_writes_into_the_run_s_folder_unless_told_otherwise(tmp_path, monkeypatch):

@@ -35,19 +35,21 @@ def leave(folder, rank, *, age=0.0, **said):
     os.utime(path, (time.time() - age,) * 2)
 
 
+def judged(folder, *statuses):
+    """Return who is blamed by rank 0, from what ranks left."""
+    for rank, status in enumerate(statuses):
+        leave(folder, rank, **status)
+    return blame(folder, len(statuses), but=0, run="now", wait=0)
+
+
 def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path):
     """The asking host's clock may be minutes off: the rank's last beat is compared with our own last beat."""
-    leave(tmp_path, 0, age=100)
-    leave(tmp_path, 1, age=99)
-    leave(tmp_path, 2, age=110)
     died = f"rank 2 died or hangs in step of step 3 (pid {os.getpid()} on elsewhere)"
-    assert blame(tmp_path, 3, but=0, run="now", wait=0) == died
+    assert judged(tmp_path, {"age": 100}, {"age": 99}, {"age": 110}) == died
 
 
 def test_a_process_that_is_gone_is_silent_at_once(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, host=socket.gethostname(), pid=2**22 - 1)
-    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+    assert "rank 1 died" in judged(tmp_path, {}, {"host": socket.gethostname(), "pid": 2**22 - 1})
 
 
 class Clock:
@@ -99,17 +101,14 @@ def test_files_that_make_no_sense_are_passed_over(tmp_path, rubbish):
 
 def test_an_earlier_run_is_not_blamed(tmp_path):
     """torchrun clears nothing: files of an earlier start's ranks stay until their successors are written."""
-    leave(tmp_path, 0, run="now")
-    leave(tmp_path, 1, run="before", code=2, error="of yesterday")
-    leave(tmp_path, 2, run="now", code=4, error="of today")
-    said = blame(tmp_path, 3, but=0, run="now", wait=0)
-    assert said == "rank 1 never started; rank 2 failed in step of step 3: of today"
+    before, now = {"run": "before", "code": 2, "error": "of yesterday"}, {"code": 4, "error": "of today"}
+    assert (
+        judged(tmp_path, {}, before, now) == "rank 1 never started; rank 2 failed in step of step 3: of today"
+    )
 
 
 def test_who_was_asked_to_stop_did_not_fail(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, code=PREEMPTED, error="asked to stop", age=5)
-    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
+    assert judged(tmp_path, {}, {"code": PREEMPTED, "error": "asked to stop", "age": 5}) == ""
     first = first_failure(tmp_path, run="now")
     assert first is not None and first.rank == 1  # nothing else ended
     leave(tmp_path, 0, code=3, error="a collective failed", cause=False)
@@ -118,11 +117,9 @@ def test_who_was_asked_to_stop_did_not_fail(tmp_path):
 
 
 def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path):
-    leave(tmp_path, 0)
-    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()))
-    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
-    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()) - 1)
-    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+    started = start_of(os.getpid())
+    assert judged(tmp_path, {}, {**HERE, "started": started}) == ""
+    assert "rank 1 died" in judged(tmp_path, {}, {**HERE, "started": started - 1})
 
 
 def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path):
@@ -284,6 +281,18 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
     assert capsys.readouterr().out.splitlines()[0] == outcome(tmp_path).text
 
 
+def ended_by_a_launcher(ranks, folder, *, seconds):
+    """Let a launcher wait for ranks, so long for one that has said how it ends; return their exit codes."""
+    try:
+        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=seconds):
+            launch._wait(ranks, folder, "ours")
+        return [rank.returncode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(tmp_path):
     """Rank 0 has failed, rank 1 ends when it is asked, rank 2 hangs, rank 3 is about to end; rank 4 says so
     and hangs.
@@ -291,20 +300,14 @@ def test_after_a_failure_ranks_are_asked_to_end_and_those_that_hang_are_killed(t
     deaf = "trap '' TERM; exec sleep"
     scripts = ("exit 2", "exec sleep 60", f"{deaf} 60", f"{deaf} 0.6", f"{deaf} 60")
     ranks = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
-    stranger = subprocess.Popen(["sleep", "60"])
-    leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only ranks of ours are killed
     for ending in (3, 4):
         leave(tmp_path, ending, run="ours", code=3, pid=ranks[ending].pid)
-    try:
-        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=2.0):
-            launch._wait(ranks, tmp_path, "ours")
-        killed = -signal.SIGKILL
-        assert [rank.returncode for rank in ranks] == [2, -signal.SIGTERM, killed, 0, killed]
-        assert stranger.poll() is None
-    finally:
-        for process in (stranger, *ranks):
-            process.kill()
-            process.wait()
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        leave(tmp_path, 2, run="ours", pid=stranger.pid)  # whatever a status says, only our ranks are killed
+        codes = ended_by_a_launcher(ranks, tmp_path, seconds=2.0)
+        lives = stranger.poll() is None
+        stranger.kill()
+    assert codes == [2, -signal.SIGTERM, -signal.SIGKILL, 0, -signal.SIGKILL] and lives
 
 
 def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_path):
@@ -313,15 +316,8 @@ def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_pat
         leave(tmp_path, number, run="ours", code=0, pid=process.pid)
     watchdog = threading.Timer(20, ranks[0].terminate)
     watchdog.start()
-    try:
-        with mock.patch.multiple(launch, _LOOK_EVERY=0.1, _HANGING_AFTER=0.2, _ENDING_AFTER=1.0):
-            launch._wait(ranks, tmp_path, "ours")
-        assert [process.returncode for process in ranks] == [-signal.SIGKILL, 0]
-    finally:
-        watchdog.cancel()
-        for process in ranks:
-            process.kill()
-            process.wait()
+    assert ended_by_a_launcher(ranks, tmp_path, seconds=1.0) == [-signal.SIGKILL, 0]
+    watchdog.cancel()
 
 
 @pytest.mark.parametrize(("gone", "code"), [(False, 0), (True, -signal.SIGTERM)])

@@ -280,6 +280,8 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
         "1.50 GiB  0:03:00 left"
     )
     assert lines[0].endswith("-:--:-- left") and lines[-1].endswith(" 0:00:00 left")
+    Terminal(steps=3, interval=1, quiet=True).step(step(0))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys):
@@ -288,11 +290,6 @@ def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsy
         terminal.step(replace(step(number), skipped="spike" if number == 3 else None))
     lines = capsys.readouterr().out.splitlines()
     assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, 4, 7]
-
-
-def test_quiet_says_nothing(capsys):
-    Terminal(steps=3, interval=1, quiet=True).step(step(0))
-    assert capsys.readouterr().out == ""
 
 
 def test_what_is_not_known_is_not_said(capsys, tmp_path):

@@ -1,17 +1,19 @@
 """Trackers get each figure once, a resumed run goes on in them, and none of them can end a run."""
 
-import json
-import sqlite3
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.short_runs import tiny_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.trackers import Trackers, check_trackers
+from trilith.runs.events import read_events
+from trilith.runs.metrics import read_metrics
+from trilith.runs.trackers import Trackers
 from trilith.training import run
 
 
@@ -53,26 +55,43 @@ def begin(out, names, others, *, start, logged):
     return made
 
 
-def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path):
+def test_each_tracker_gets_each_step_once_over_a_resume(tmp_path):
     """Run in this process; the checkpoint of step 3 is lost, so that step 3 is done again."""
     write_tokens(tmp_path / "tokens")
-    raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=5, watch={"norms": 2})
+    watch = {"norms": 3, "activation_norms": True, "trackers": ["tensorboard"]}
+    raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=5, watch=watch)
+    raw["evaluation"] = {"every": 2, "samples": 5, "tokens": str(write_tokens(tmp_path / "held-out", seed=5))}
     raw["checkpoint"] = {"every": 2, "keep": 9}
     first, second = Notes(), Notes()
     run(parse_recipe(raw | {"stop_after": 3}), quiet=True, trackers=[first])
+    time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
     newest = tmp_path / "out" / "checkpoints" / "step-00000003"
     newest.rename(newest.with_name("step-00000003.lost"))
     run(parse_recipe(raw), quiet=True, trackers=[second])
     assert first.calls == second.calls == ["start", "finish"]
     assert first.config["optimizer.lr"] == raw["optimizer"]["lr"] and not second.config
     assert [*dict.fromkeys(first.steps)] == [1, 2, 3] and [*dict.fromkeys(second.steps)] == [4, 5]
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    figures = {step: values for step, values in second.logged if "loss" in values}
-    assert {step: values["loss"] for step, values in figures.items()} == {
-        line["step"] + 1: line["loss"] for line in lines if line["step"] >= 3
-    }
-    assert any(name.startswith("norms/weights/") for step, values in second.logged for name in values)
-    assert all(type(value) in (int, float) for _, values in second.logged for value in values.values())
+    logged = [*first.logged, *second.logged]
+    assert all(type(figure) in (int, float) for _, figures in logged for figure in figures.values())
+    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    (norms,) = read_metrics(tmp_path / "out" / "norms.jsonl")
+    keys = ("loss", "grad_norm", "lr", "tokens_per_second", "memory", "evaluation_loss")
+    expected = {key: [(line["step"] + 1, line[key]) for line in lines if key in line] for key in keys}
+    expected["norms/weights/model.norm.weight"] = [(3, norms["weights"]["model.norm.weight"])]
+    for key, points in expected.items():
+        own = [(step, figures[key]) for step, figures in logged if key in figures]
+        assert [step for step, _ in own] == [step for step, _ in points], key
+        assert own == points or key in ("tokens_per_second", "memory"), key  # which a step done again changes
+        shown = {scalar.step: scalar.value for scalar in board.Scalars(key)}
+        assert len(shown) == len(board.Scalars(key)) and shown == pytest.approx(dict(points)), key
+    events = [(line["event"], line["step"]) for line in read_events(tmp_path / "out" / "events.jsonl")]
+    assert events == [
+        *[("started", 0), ("saved", 2), ("saved", 3), ("finished", 3)],
+        *[("resumed", 2), ("saved", 4), ("saved", 5), ("finished", 5)],
+    ]
 
 
 def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path):
@@ -138,77 +157,21 @@ def service(monkeypatch, name):
     return begun, steps
 
 
-def attempts(out, name, *starts):
-    """Log the steps of each start; by default 1 to 3, and after a resume from step 2 those up to 5."""
-    for start, logged, until in starts or ((0, 0, 3), (2, 3, 5)):
-        trackers = begin(out, [name], [], start=start, logged=logged)
-        for step in range(start + 1, until + 1):
-            trackers.log(step, {"loss": 1.0 / step})
-        trackers.close()
-        assert not vars(trackers)["said"]
-
-
 @pytest.mark.parametrize(("name", "identity"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])
 def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(tmp_path, monkeypatch, name, identity):
     from accelerate import PartialState
 
     monkeypatch.setattr(PartialState, "_shared_state", {})  # another test of this process may have one
     begun, steps = service(monkeypatch, name)
-    attempts(tmp_path, name, (0, 0, 3), (2, 3, 5), (0, 0, 1))
+    for start, logged, until in ((0, 0, 3), (2, 3, 5), (0, 0, 1)):
+        trackers = begin(tmp_path, [name], [], start=start, logged=logged)
+        for step in range(start + 1, until + 1):
+            trackers.log(step, {"loss": 1.0 / step})
+        trackers.close()
+        assert not vars(trackers)["said"]
     assert steps == [1, 2, 3, 4, 5, 1]
     first, resumed, anew = (one[identity] for one in begun)
     assert (resumed == first and anew != first) if name != "mlflow" else (first, resumed, anew) == (
         *(None, "theirs"), None
     )  # fmt: skip
     assert not PartialState._shared_state  # Accelerate is as it was
-
-
-def wandb_steps(file):
-    """Return the steps in a file of wandb's: LevelDB's log format around protobuf records."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    raw, at, found = file.read_bytes(), 7, []
-    while at + 7 <= len(raw):
-        length = int.from_bytes(raw[at + 4 : at + 6], "little")
-        record = Record()
-        record.ParseFromString(raw[at + 7 : at + 7 + length])
-        found += [
-            int(item.value_json) for item in record.history.item if "_step" in (item.key, *item.nested_key)
-        ]
-        at += 7 + length
-    return found
-
-
-@pytest.mark.slow
-def test_wandb_itself_offline_has_each_step_once(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    attempts(tmp_path, "wandb")
-    wandb.teardown()  # the process that it starts, which would live as long as this one
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [step for file in files for step in wandb_steps(file)] == [1, 2, 3, 4, 5]
-    assert len({file.name for file in files}) == 1  # one run for wandb
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "file", "key"), [("trackio", "trackio/p.db", "run_name"), ("mlflow", "mlflow.db", "run_uuid")]
-)
-def test_trackio_and_mlflow_have_each_step_once_and_the_recipe(tmp_path, monkeypatch, name, file, key):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    pytest.importorskip(name, reason=f"{name} is no dependency of the tests")
-    attempts(tmp_path, name)
-    with sqlite3.connect(tmp_path / file) as base:
-        rows = base.execute(f"select {key}, step from metrics order by step").fetchall()
-        params = base.execute("select key, value from params").fetchall() if name == "mlflow" else []
-    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({one for one, _ in rows}) == 1
-    assert params == [("seed", "1")][: name == "mlflow"]
-
-
-def test_a_package_that_is_missing_is_named_with_what_to_install():
-    unknown = "no_such"  # no name of the list, because the packages of those may be installed
-    with pytest.raises(BadInput, match=r"trackers: no_such: .*pip install no_such"):
-        check_trackers([unknown])

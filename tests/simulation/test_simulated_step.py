@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tomllib
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from support.short_runs import tiny_recipe, write_recipe
 from support.short_training import Case
 from support.simulated_steps import ledger_of
 from trilith.cli.app import run
-from trilith.layers import RMSNorm
+from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
+from trilith.simulation import forms
+from trilith.simulation.operators import facts_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASE = Case(
@@ -106,13 +109,71 @@ def test_offload_is_counted_apart(worker, tmp_path):
     assert away.peak < here.peak
 
 
+@contextmanager
+def kept_too_long():
+    """Keep the output of each feed-forward until the step's end."""
+    sound, kept = GatedMLP.forward, []
+
+    def forward(mlp, x):
+        y = sound(mlp, x)
+        kept.append(y.detach() * 1)
+        return y
+
+    with mock.patch.object(GatedMLP, "forward", forward):
+        yield
+
+
+@contextmanager
+def summed_twice():
+    """Sum the input of each norm over the tensor ranks for nothing."""
+    sound = RMSNorm.forward
+
+    def forward(norm, x):
+        engine.all_reduce(x.detach(), norm.state.tensor.group)
+        return sound(norm, x)
+
+    with mock.patch.object(RMSNorm, "forward", forward):
+        yield
+
+
+@contextmanager
+def computed_twice():
+    sound = GatedMLP.forward
+
+    def forward(mlp, x):
+        sound(mlp, x.detach())
+        return sound(mlp, x)
+
+    with mock.patch.object(GatedMLP, "forward", forward):
+        yield
+
+
+def faults():
+    """Each mistake changes the figure that it must change, and who is to blame is named."""
+    sound = ledger_of(CASE)
+    with kept_too_long():
+        record = ledger_of(CASE)
+    blamed = [one for one in record.holders if one.operator == "aten::mul" and one.module.endswith("mlp")]
+    assert record.peak > sound.peak and blamed
+    with summed_twice():
+        record = ledger_of(CASE)
+    counts = [
+        sum((one.axis, one.kind) == ("tensor", "all_reduce") for one in each.collectives)
+        for each in (sound, record)
+    ]
+    assert counts[1] > counts[0] + 1
+    with computed_twice():
+        assert ledger_of(CASE).flops > sound.flops
+
+
 def kernels():
-    """A GPU keeps the log-sums of attention and no scores; full checkpointing recomputes what it forgot; who
-    holds bytes is named by module, and what is sent is counted.
-    """
+    """A GPU keeps the log-sums of attention and no scores; full checkpointing recomputes what it forgot."""
     case = replace(CASE, layout=Layout(), length=64, samples=1)
     for which, operator in {"gpu": "flash_attention", "cpu": "flash_attention_for_cpu"}.items():
         record = ledger_of(case, kernels=which)
+        with mock.patch.object(forms, "facts_of", lambda func: facts_of(func)._replace(gives=None)):
+            # Nothing is remembered.
+            assert ledger_of(case, kernels=which) == record
         names = {one.name for one in record.operators if "attention" in one.name}
         name = f"aten::_scaled_dot_product_{operator}"
         assert names == {name, f"{name}_backward"}
@@ -120,24 +181,15 @@ def kernels():
     again = ledger_of(full)
     assert {one.phase for one in again.operators} == {"forward", "recomputation", "backward", "update"}
     assert 1.1 < again.flops / record.flops < 1.4
-    assert any(one.operator == "aten::silu" and one.module.endswith("mlp") for one in record.holders)
-    sound = RMSNorm.forward
-
-    def summed(norm, x):
-        """Sum over the tensor ranks for nothing."""
-        engine.all_reduce(x.detach(), norm.state.tensor.group)
-        return sound(norm, x)
-
-    counts = []
-    for forward in (sound, summed):
-        with mock.patch.object(RMSNorm, "forward", forward):
-            sent = ledger_of(CASE).collectives
-        counts.append(sum((one.axis, one.kind) == ("tensor", "all_reduce") for one in sent))
-    assert counts[1] > counts[0] + 1
 
 
-def test_each_device_has_its_kernels(alone):
-    alone(kernels)
+def figures():
+    kernels()
+    faults()
+
+
+def test_each_device_has_its_kernels_and_mistakes_change_the_figures(alone):
+    alone(figures)
 
 
 def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(worker, tmp_path, capsys, monkeypatch):

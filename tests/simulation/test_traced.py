@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from support.configs import MODELS
+from trilith.layers import RowParallelLinear, leave_tensor
 from trilith.layers.attention import blockwise
 from trilith.layers.rounds import rounds
 from trilith.models import family_of, published_size
@@ -63,6 +64,31 @@ def test_a_recorder_around_another_sees_what_is_remembered():
         made = [(torch.empty(3, 4) + 1).mT.exp() for _ in range(2)]
         assert outer.now == inner.now == 2 * 12 * 4
         del made
+
+
+def sums_twice(self, x):
+    return leave_tensor(leave_tensor(x @ self.weight.to(x.dtype).mT, self.state), self.state)
+
+
+def keeps_longer(self, x):
+    return leave_tensor((x * 1.0 * x.sigmoid()) @ self.weight.mT, self.state)
+
+
+@pytest.mark.parametrize("fault", [sums_twice, keeps_longer])
+def test_a_fault_changes_what_is_traced(fault, monkeypatch):
+    state = ParallelState.stand_in(Layout.of(tensor=2))
+    batch, found = MicroBatch(ROWS, LENGTH), []
+    for wrong in (False, True):
+        if wrong:
+            monkeypatch.setattr(RowParallelLinear, "forward", fault)
+        model = model_of("llama", state, device="meta")
+        block = next(iter(model.layers.values()))
+        found.append(ModelPieces(model, state).block(block, batch, reached=True).plain)
+    right, changed = found
+    if fault is sums_twice:
+        assert len(changed.collectives) > len(right.collectives)
+    else:
+        assert changed.kept > right.kept
 
 
 def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism():

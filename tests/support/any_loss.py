@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -40,6 +39,8 @@ from support.strangers import SAMPLES, STRANGERS, STUBS, Stranger
 
 VOCAB, D, RUNGS, LENGTH = 37, 8, 4, 8
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
+#: Models that are not ours, and losses of one that is made of our layers.
+NAMES = sorted([*STRANGERS, "contrast", "preference", "routers"])
 BOTH = MappingProxyType({"tokens": 1, "labels": 1})
 
 
@@ -179,42 +180,17 @@ class Trial:
         return f"{self.loss}-{self.layout}-{self.schedule}-{self.micro_batch}"
 
 
-def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
-    """Draw different layouts of two and four ranks, each with a schedule that it can run; the first ones each
-    have an axis that none had before.
-    """
-    random, trials = Random(f"{loss} {seed}"), dict[Trial, None]()
-    unseen = {"tensor", "context", "data", "pipeline"}
-    names = sorted(unseen)
-    while len(trials) < count:
-        axes: dict[str, Any] = {name: random.choice([1, 1, 2]) for name in names}
-        new = {name for name in unseen if axes[name] > 1}
-        axes |= {"sequence": random.random() < 0.5, "ring": random.random() < 0.5}
-        zero, schedule = random.choice([0, 1, 2, 3]), random.choice(["gpipe", "1f1b"])
-        if axes["pipeline"] > 1 and random.random() < 0.6:
-            schedule = random.choice(["interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
-            axes |= {"virtual_stages": 2, "v_shape": schedule in ("zbv", "dualpipev")}
-        axes["sequence"] &= axes["tensor"] > 1
-        axes["ring"] &= axes["context"] > 1
-        layout = Layout.of(**axes, zero=zero if axes["data"] > 1 else 0)
-        if layout.world in (2, 4) and (new or not unseen):
-            unseen -= new
-            parts = random.choice([2, 4]) if layout.pipeline == 1 else 4
-            micro_batch = max(2, SAMPLES // layout.data // parts)  # two rows are a pair
-            trials[Trial(loss, layout, schedule, micro_batch)] = None
-    return [*trials]
-
-
 def under_every_schedule(name: str, *, whole: bool = False) -> list[Trial]:
     """Return layouts of four ranks: every other schedule, and for the next name the ones between, with one of
     ZeRO 0 to 3, tensor ranks, and context ranks if the loss cuts sequences, in turn; or if ``whole`` each
-    schedule with each of them. Last come replicas of shards, for one of the names.
+    schedule with each of them. Last come layouts without a pipeline: replicas of shards, for one of the
+    names, and tensor ranks with context ranks.
     """
     beside: list[dict[str, Any]] = [{"data": 2, "zero": zero} for zero in range(4)]
     beside += [{"tensor": 2, "sequence": True}]
     if name not in STRANGERS:
         beside += [{"context": 2}, {"context": 2, "ring": True}]
-    first, trials = sorted([*STRANGERS, name]).index(name), list[Trial]()
+    first, trials = NAMES.index(name), list[Trial]()
     for number, schedule in enumerate(SCHEDULE_NAMES if whole else SCHEDULE_NAMES[first % 2 :: 2]):
         kind = schedule_kind(schedule)
         stages: dict[str, Any] = {
@@ -226,8 +202,10 @@ def under_every_schedule(name: str, *, whole: bool = False) -> list[Trial]:
             layout = Layout.of(**stages, **axes)
             trials.append(Trial(name, layout, schedule, 4 // layout.data))
     stages_of_zero = (1, 2, 3) if whole else (2,) * (first == 2)
-    replicas = [Layout.of(data=4, zero=zero, data_replicate=2) for zero in stages_of_zero]
-    return [*trials, *(Trial(name, layout) for layout in replicas)]
+    flat = [Layout.of(data=4, zero=zero, data_replicate=2) for zero in stages_of_zero]
+    if name not in STRANGERS:
+        flat.append(Layout.of(tensor=2, sequence=True, context=2, ring=whole))
+    return [*trials, *(Trial(name, layout) for layout in flat)]
 
 
 def batch(number: int) -> dict[str, Tensor]:
@@ -245,7 +223,7 @@ def loss_of(trial: Trial, state: ParallelState) -> Loss:
 
 
 def train(trials: Sequence[Trial]) -> list[tuple[Observation, list[dict[str, float]]]]:
-    """Take two steps of each trial; return what this rank saw, and each step's terms."""
+    """Evaluate, and take two steps of each trial; return what this rank saw, and each step's terms."""
     torch.set_default_dtype(torch.float64)
     return [_train(trial) for trial in trials]
 
@@ -261,6 +239,18 @@ def stranger_of(trial: Trial, state: ParallelState) -> Stranger:
     return Stranger(partial(Ladder, **kind), partial(loss_of, trial, state), batch)
 
 
+def evaluated(trial: Trial, step: Step, samples: Samples) -> dict[str, float]:
+    """Return the loss of samples, and of rows of half the length if the model is ours; nothing changes."""
+    before, batches = torch.random.get_rng_state(), {"held out": samples}
+    if trial.loss not in {**STRANGERS, **STUBS}:
+        halves = {name: rows[:, : LENGTH // 2] if rows.ndim > 1 else rows for name, rows in samples.items()}
+        batches["of half the length"] = halves
+    found = {name: float(step.evaluate(rows).loss) for name, rows in batches.items()}
+    assert torch.equal(before, torch.random.get_rng_state()) and step.model.training
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    return found
+
+
 def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
     state = ParallelState.start(trial.layout)
     terms, stranger = list[dict[str, float]](), stranger_of(trial, state)
@@ -274,14 +264,12 @@ def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
         step = Step(model, stranger.loss(), **how)
 
         def once(samples: Samples) -> Tensor:
-            held_out = None if terms else step.evaluate(samples).loss
+            held_out = {} if terms else evaluated(trial, step, samples)
             result = step.launch(samples)
             step.refuse(result)
-            if not terms and not trial.dropout:  # and this also is one number in every layout
-                assert held_out is not None and abs(float(held_out - result.loss)) <= 1e-12 * float(
-                    result.loss
-                )
-            terms.append({name: float(term) for name, term in result.terms.items()})
+            if not terms and not trial.dropout:
+                assert abs(held_out["held out"] - float(result.loss)) <= 1e-12 * float(result.loss)
+            terms.append({name: float(term) for name, term in result.terms.items()} | held_out)
             return result.loss
 
         return model, once

@@ -34,16 +34,12 @@ class Ended:
     """Report how a child process ended.
 
     ``code``: its exit code (``None`` if it had to be killed). ``err``: its text on stderr.
-    ``left_processes``: whether a process that it started outlived it. ``computed``: seconds of processor
-    time, its own children included. ``took``: seconds that it lived, without those in which it waited for a
-    core of a busy machine.
+    ``left_processes``: whether a process that it started outlived it.
     """
 
     code: int | None
     err: str
     left_processes: bool
-    computed: float
-    took: float
 
 
 @contextmanager
@@ -71,7 +67,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
             sys.dont_write_bytecode = True  # under a limit of sizes half a file would be left for everybody
             _become(work, folder, writing)
         os.close(writing)
-        status, computed, took = _wait(pid, limit)
+        status = _wait(pid, limit)
         left = _end_group(pid) | _end_left(before)
     err = b""
     os.set_blocking(reading, False)
@@ -82,7 +78,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
         pass
     os.close(reading)
     code = None if status is None else os.waitstatus_to_exitcode(status)
-    return Ended(code, err.decode(errors="replace"), left, computed, took)
+    return Ended(code, err.decode(errors="replace"), left)
 
 
 def few_descriptors(spare: int) -> None:
@@ -201,17 +197,16 @@ def _become(work: Callable[[], int], folder: Path, err: int) -> None:
         os._exit(code)
 
 
-def _wait(pid: int, limit: float) -> tuple[int | None, float, float]:
-    """Return the child's wait status, ``None`` if it did not end in time, and the two times of ``Ended``."""
+def _wait(pid: int, limit: float) -> int | None:
+    """Return the child's wait status, ``None`` if it did not end in time."""
     began, ended = time.monotonic(), None
     while ended is None and time.monotonic() - began < limit:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         time.sleep(0.005)
-    took = time.monotonic() - began - waited_for_a_core(pid)
     if ended is None:
         os.kill(pid, signal.SIGKILL)
-    _, status, used = os.wait4(pid, 0)
-    return None if ended is None else status, used.ru_utime + used.ru_stime, took
+    status = os.waitpid(pid, 0)[1]
+    return None if ended is None else status
 
 
 def waited_for_a_core(pid: int | str = "self") -> float:

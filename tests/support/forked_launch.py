@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -171,10 +170,14 @@ def torchrun_forked(command: Command, words: list[str], folder: str) -> None:
     The process id of torchrun is in the file ``torchrun-R`` of ``folder``, R the rank of the call; the rest
     is as in ``launch_forked``.
     """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.run import main as torchrun
 
+    def start(_: object, words: Sequence[str], env: Mapping[str, str]) -> Forked:
+        return Forked(be_a_rank(command), words, env, session=True)
+
     _leave_the_test(Path(folder), "torchrun")
-    with _forked_ranks(command):
+    with mock.patch.object(SubprocessHandler, "_popen", start):
         torchrun(words)
     leave(0)
 
@@ -192,18 +195,6 @@ def _leave_the_test(folder: Path, what: str) -> None:
     (folder / f"{what}-{number}").write_text(str(os.getpid()))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-
-
-@contextmanager
-def _forked_ranks(command: Command) -> Iterator[None]:
-    """Let torchrun, in this process, fork its ranks during the block."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    def start(_: object, words: Sequence[str], env: Mapping[str, str]) -> Forked:
-        return Forked(be_a_rank(command), words, env, session=True)
-
-    with mock.patch.object(SubprocessHandler, "_popen", start):
-        yield
 
 
 def be_a_rank(command: Command) -> Callable[[Sequence[str]], None]:

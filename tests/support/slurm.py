@@ -16,6 +16,8 @@ from pathlib import Path
 
 from trilith.system.process_info import started_with
 
+from support.kills import wait_for
+
 PACKAGES = (*("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"), *("libhwloc15", "libnuma1"))
 #: ProctrackType: pgid, which counts the dead too, waits for seconds where process 1 is slow to reap orphans.
 _CONF = """\
@@ -123,13 +125,15 @@ class Slurm:
         return next(word for word in shown.split() if word.startswith("JobState=")).partition("=")[2]
 
     def wait(self, job: str, *states: str, seconds: float = 240) -> str:
-        """Wait until the job is in one of the states; ``TimeoutError`` after so many seconds."""
-        ends = time.monotonic() + seconds
-        while (now := self.state(job)) not in states:
-            if time.monotonic() > ends:
-                raise TimeoutError(f"job {job} is {now}, and not {' or '.join(states)}")
-            time.sleep(0.3)
-        return now
+        """Wait until the job is in one of the states, which is returned."""
+        seen: list[str] = []
+
+        def is_there() -> bool:
+            seen.append(self.state(job))
+            return seen[-1] in states
+
+        wait_for(is_there, seconds, f"job {job} is {' or '.join(states)}")
+        return seen[-1]
 
     def start_soon(self, job: str) -> None:
         """Let a requeued job start without most of the seconds that Slurm waits for its earlier credentials.
@@ -142,7 +146,14 @@ class Slurm:
 
     def wait_until_idle(self, seconds: float = 60) -> None:
         """Wait until every node is free: a job that takes a range of nodes starts on those that are."""
-        _wait_for_nodes(self, seconds)
+        wait_for(self._are_idle, seconds, f"idle nodes; see {self.folder}")
+
+    def _are_idle(self) -> bool:
+        try:
+            states = self.command("sinfo", "--noheader", "--Node", "--format=%T").split()
+        except RuntimeError:
+            return False
+        return states == ["idle"] * len(self.nodes)
 
     def start_node(self, name: str) -> None:
         """Start the node's daemon."""
@@ -195,10 +206,11 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
     )  # fmt: skip
     try:
         running._start("controller", "slurmctld-wlm", "-D")
-        _wait_for_controller(running, ports[0])
+        # Nodes and commands that come before it listens try again only after a second.
+        wait_for(lambda: _listens(ports[0]), 60, f"Slurm's controller; see {folder}")
         for name in nodes:
             running.start_node(name)
-        _wait_for_nodes(running)
+        running.wait_until_idle()
         yield running
     finally:
         guard.communicate(timeout=30)
@@ -206,30 +218,9 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
             process.wait(10)
 
 
-def _wait_for_controller(running: Slurm, port: int, seconds: float = 60) -> None:
-    """Wait until it listens: nodes and commands that come before try again only after a second."""
-    ends = time.monotonic() + seconds
-    while True:
-        with socket.socket() as caller:
-            if caller.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        if time.monotonic() > ends:
-            raise TimeoutError(f"Slurm's controller does not listen; see {running.folder}")
-        time.sleep(0.02)
-
-
-def _wait_for_nodes(running: Slurm, seconds: float = 60) -> None:
-    ends = time.monotonic() + seconds
-    while True:
-        try:
-            states = running.command("sinfo", "--noheader", "--Node", "--format=%T").split()
-        except RuntimeError as error:
-            states = [str(error)]
-        if states == ["idle"] * len(running.nodes):
-            return
-        if time.monotonic() > ends:
-            raise TimeoutError(f"Slurm's nodes are {states}; see {running.folder}")
-        time.sleep(0.2)
+def _listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_ports(count: int) -> list[int]:

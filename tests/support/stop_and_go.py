@@ -100,8 +100,8 @@ def _close(one: object, other: object, relative: float) -> bool:
 _wholes: dict[str, Path] = {}
 
 
-def stopped_and_gone_on(row: StopAndGo, folder: Path, kept: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Make the starts of a row in a folder; return the uninterrupted run's folder and that of the starts."""
+def check_stop_and_go(row: StopAndGo, folder: Path, kept: pytest.TempPathFactory) -> Path:
+    """Make the starts of a row in a folder, and see them equal the uninterrupted run; return their folder."""
     raw = row.recipe | row.given(folder)
     tokens = kept.getbasetemp() / "stop-and-go" / "tokens"  # no token files beside other tests' folders
     if not tokens.parent.exists():
@@ -121,20 +121,14 @@ def stopped_and_gone_on(row: StopAndGo, folder: Path, kept: pytest.TempPathFacto
     stops = row.stops or [steps * number // count for number in range(1, count)]
     for changes, stop in zip(row.starts, [*stops, None], strict=True):
         train(folder / "run", **changes, stop_after=stop)
-    return _wholes[key], folder / "run"
+    assert differences(_wholes[key], folder / "run", relative=row.relative) == []
+    return folder / "run"
 
 
 def _together(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe with changes, of which a section replaces keys of the section."""
     both = {key: raw[key] | changes[key] for key in raw.keys() & changes.keys() if isinstance(raw[key], dict)}
     return raw | changes | both
-
-
-def check_stop_and_go(row: StopAndGo, folder: Path, kept: pytest.TempPathFactory) -> Path:
-    """Make the starts of a row in a folder, and see them equal the uninterrupted run; return their folder."""
-    whole, parts = stopped_and_gone_on(row, folder, kept)
-    assert differences(whole, parts, relative=row.relative) == []
-    return parts
 
 
 def stop_and_go(*table: StopAndGo | Iterable[StopAndGo]) -> Any:

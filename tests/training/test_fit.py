@@ -67,6 +67,7 @@ def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(rows, ranks, use
 
 
 def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp_path):
+    """And ranks to trace that may be lost."""
     write_tokens(tmp_path / "tokens")
     before = parse_recipe(recipe(tmp_path, 12))
     for ranks in (1, 3, 6):
@@ -75,14 +76,11 @@ def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp
         same = {"layout_section": before.layout_section, "memory": before.memory}
         same["data"] = after.data.model_copy(update={"micro_batch": before.data.micro_batch})
         assert after.model_copy(update=same) == before
-    assert fit(before, 4) == (before, "fit: ranks here: 4, in the recipe: 4: the recipe's own layout")
-
-
-def test_ranks_to_trace_that_may_be_lost_are_left_out_and_the_rest_of_the_section_stays(tmp_path):
-    write_tokens(tmp_path / "tokens")
-    before = parse_recipe(recipe(tmp_path, watch={"trace_steps": [2], "trace_ranks": [3], "norms": 2}))
-    watch = fit(before, 2)[0].watch
+    watch = fit(
+        parse_recipe(recipe(tmp_path, watch={"trace_steps": [2], "trace_ranks": [3], "norms": 2})), 2
+    )[0].watch
     assert (watch.trace_steps, watch.norms) == ([2], 2) and 3 not in watch.trace_ranks
+    assert fit(before, 4) == (before, "fit: ranks here: 4, in the recipe: 4: the recipe's own layout")
 
 
 def test_a_layout_for_two_of_three_local_ranks_is_started_here(tmp_path):

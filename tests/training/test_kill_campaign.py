@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,24 +26,19 @@ from trilith.testing import run_fresh
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
-VICTIMS = ("launcher", "rank 0", "rank 1", "launcher and rank 1", "all ranks")
+#: Whom to kill of a start, by its launcher and its ranks.
+VICTIMS = {
+    "launcher": lambda launcher, ranks: [launcher],
+    "rank 0": lambda launcher, ranks: ranks[:1],
+    "rank 1": lambda launcher, ranks: ranks[1:],
+    "launcher and rank 1": lambda launcher, ranks: [launcher, *ranks[1:]],
+    "all ranks": lambda launcher, ranks: ranks,
+}
 
 
 def start(arguments, folder):
     with mock.patch("trilith.runs.lock._PATIENCE", 3.0):
         launch_forked(run, ["train", *arguments], folder)
-
-
-def chosen(launcher, victim):
-    """Whom to kill of a start; where it has not come so far, its launcher."""
-    ranks = [child.pid for child in children_of(launcher)]
-    wanted = {
-        "rank 0": ranks[:1],
-        "rank 1": ranks[1:],
-        "launcher and rank 1": [launcher, *ranks[1:]],
-        "all ranks": ranks,
-    }
-    return wanted.get(victim) or [launcher]
 
 
 def holders(lock):
@@ -61,8 +57,7 @@ class Starts(Campaign):
     def __init__(self, run, folder, seed):
         super().__init__(seed)
         self.run, self.folder = run, folder
-        self.committed, self.kills, self.races = 0, 0, 0
-        self.killed = {}
+        self.committed, self.count = 0, Counter()
 
     def kill_one(self):
         """Start one command, or two that race, and kill at a random moment."""
@@ -79,24 +74,21 @@ class Starts(Campaign):
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(self._start, starts, changes)
             launchers = [self._pid_of(number) for number in range(starts)]
-            steps = len(read_metrics(self.run.out / "metrics.jsonl"))
+            steps = self._steps()
             if random.random() < 0.7:  # while it trains; else while it starts
                 awaited = steps + random.randrange(8)
-                deadline = time.monotonic() + 20
-                while (
-                    not ended.done()
-                    and time.monotonic() < deadline
-                    and len(read_metrics(self.run.out / "metrics.jsonl")) <= awaited
-                ):
-                    time.sleep(0.01)
+                with suppress(AssertionError):  # where it is slow, it is killed earlier
+                    wait_for(lambda: ended.done() or self._steps() > awaited, 20)
             time.sleep(random.random() * 0.6)
-            victim, launcher = random.choice(VICTIMS), random.choice(launchers)
-            self.kill(chosen(launcher, victim))
+            victim, launcher = random.choice([*VICTIMS]), random.choice(launchers)
+            ranks = [child.pid for child in children_of(launcher)]
+            self.kill(VICTIMS[victim](launcher, ranks) or [launcher])  # if it has no ranks yet, the launcher
             codes = ended.result()
-        self.kills += 1
-        self.races += racing
-        self.killed[victim] = self.killed.get(victim, 0) + 1
+        self.count.update(["kills", victim], races=racing)
         self._check(codes, f"{victim} of {starts}: {[(int(code), code.output) for code in codes]}")
+
+    def _steps(self):
+        return len(read_metrics(self.run.out / "metrics.jsonl"))
 
     def _start(self, starts, changes):
         arguments = [str(self.run.recipe), "--quiet", *changes]
@@ -138,9 +130,9 @@ class Starts(Campaign):
 )
 def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing_K19(make, tmp_path, kills, seed):
     campaign = Starts(make(100_000), tmp_path, seed)
-    while campaign.kills < kills:
+    while campaign.count["kills"] < kills:
         campaign.kill_one()
-        if campaign.kills % 25 == 0:
+        if campaign.count["kills"] % 25 == 0:
             campaign.finish()
     campaign.finish()
-    print(f"{campaign.kills} kills, {campaign.races} races: {campaign.killed}; {campaign.committed} steps")
+    print(dict(campaign.count), campaign.committed)

@@ -5,7 +5,6 @@ A save that a rank is killed in, or leaves, leaves the old checkpoint or the new
 
 import os
 import re
-import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from support.kills import Kill, killed_runs, wait_for
-from trilith.checkpoints import Saver, convert
+from trilith.checkpoints import Saver
 from trilith.recipes import load_recipe
 from trilith.runs.guard import is_collective_failure, watched
 from trilith.runs.heartbeat import read_status
@@ -28,42 +27,21 @@ from trilith.training import Trainer
 AT_ONCE, BACKGROUND = "checkpoint.background=false", "checkpoint.background=true"
 
 
-def in_a_save(why, at, rank, saved, *, slow=False):
-    """Kills of a rank in its second save, which it writes at once or in the background."""
+def at_once_and_in_background(why, *ends, changes, slow=False, **more):
     for background, name in ((AT_ONCE, why), (BACKGROUND, f"{why}-K9")):
-        yield Kill(
-            name,
-            f"rank={rank};at={at};act=kill",
-            codes=(-9, 3) if rank == 0 else (3, -9),
-            saved=saved,
-            then=[6] if "removal" in at else [4, 6],
-            changes=[background, "timeout=20", f"checkpoint.keep={1 if 'removal' in at else 2}"],
-            slow=slow or background == BACKGROUND,
-        )
+        is_slow = slow or background == BACKGROUND
+        yield Kill(name, *ends, changes=[background, *changes], slow=is_slow, **more)
 
 
-def a_full_disk(name, background, *, slow=False):
-    return Kill(
-        name,
-        "rank=1;at=checkpoint.before_data;step=4;act=enospc",
-        codes=(3, 3),
-        saved=[2],
-        says=("No space left on device",) * 2,
-        cause=1,
-        changes=[background],
-        slow=slow,
-    )
-
-
-def the_only_checkpoint(name, background, *, slow=False):
-    return Kill(
-        name,
-        "rank=0;at=commit.before_rename;time=2;act=kill",
-        codes=(-9, 3),
-        saved=[2],
-        then=[4],
-        changes=[background, "checkpoint.keep=1", "timeout=20"],
-        steps=4,
+def in_a_save(why, at, rank, saved, *, slow=False):
+    """Kills of a rank in its second save."""
+    return at_once_and_in_background(
+        why,
+        f"rank={rank};at={at};act=kill",
+        (-9, 3) if rank == 0 else (3, -9),
+        saved,
+        [6] if "removal" in at else [4, 6],
+        changes=["timeout=20", f"checkpoint.keep={1 if 'removal' in at else 2}"],
         slow=slow,
     )
 
@@ -92,10 +70,24 @@ test_a_fault_leaves_the_old_checkpoints_or_the_new_one_and_the_run_goes_on = kil
     *in_a_save("K7-between-rename-and-sync", "commit.after_rename;time=2", 0, [2, 4], slow=True),
     *in_a_save("K8-before-retention", "checkpoint.before_retention;step=4", 0, [2, 4], slow=True),
     *in_a_save("K8-amid-retention", "commit.amid_removal;time=1", 0, [4]),
-    a_full_disk("K5_G21-a-full-disk", AT_ONCE),
-    a_full_disk("K5_G21-a-full-disk-K9", BACKGROUND, slow=True),
-    the_only_checkpoint("K11-the-only-checkpoint", AT_ONCE),
-    the_only_checkpoint("K11-the-only-checkpoint-K9", BACKGROUND, slow=True),
+    *at_once_and_in_background(
+        "K5_G21-a-full-disk",
+        "rank=1;at=checkpoint.before_data;step=4;act=enospc",
+        (3, 3),
+        [2],
+        says=("No space left on device",) * 2,
+        cause=1,
+        changes=[],
+    ),
+    *at_once_and_in_background(
+        "K11-the-only-checkpoint",
+        "rank=0;at=commit.before_rename;time=2;act=kill",
+        (-9, 3),
+        [2],
+        [4],
+        changes=["checkpoint.keep=1", "timeout=20"],
+        steps=4,
+    ),
     a_slow_writer(0, slow=True),
     a_slow_writer(1),
     Kill(
@@ -181,21 +173,6 @@ def test_another_layout_is_told_and_resumed_G15(make):
     assert code == 0
     assert "step-00000002 (written by data 2, zero 1)" in " ".join(code.output.split())
     assert run.steps_saved == [2, 4]
-
-
-def test_weights_without_moments_do_not_resume_a_run_G14(make):
-    run = make(4)
-    assert run.ranks("stop_after=2") == [0, 0]
-    trained = run.out / "checkpoints" / "step-00000002"
-    convert(trained, run.out / "hf", to="hf")
-    shutil.rmtree(trained)
-    convert(run.out / "hf", run.out / "converted")
-    shutil.move(run.out / "converted", trained)  # trilith does not write among a run's checkpoints itself
-    codes = run.ranks()
-    assert codes == [4, 4]
-    for code in codes:
-        assert "expected a checkpoint of a training run, found weights alone" in code.output
-        assert "Start from it with model.init_from" in code.output
 
 
 def leave(recipe, how):

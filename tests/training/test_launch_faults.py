@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.forked_launch import launch_forked
+import torch
 from support.kills import Campaign, free_port, wait_for
 from trilith.cli.app import run
 from trilith.models.llama import LlamaBlock
@@ -21,11 +21,13 @@ from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 
-def train_with(arguments, environment):
+def train_with(arguments, environment, torch_of_rank_1=""):
     """Run this rank's command, which may differ from its neighbour's; without one it never starts."""
     os.environ.update(environment)
-    mine = arguments[int(os.environ["RANK"])]
-    end(run(["train", *mine]) if mine else 0)
+    rank = int(os.environ["RANK"])
+    if torch_of_rank_1 and rank == 1:
+        torch.__version__ = torch_of_rank_1
+    end(run(["train", *arguments[rank]]) if arguments[rank] else 0)
 
 
 def end(code):
@@ -41,40 +43,20 @@ def started(*arguments, **environment):
     )
 
 
-def test_ranks_with_different_recipes_are_refused_by_name_E15(make):
+@pytest.mark.parametrize(
+    ("key", "changes", "of_rank_1"),
+    [("recipe", ["optimizer.lr=0.5"], ""), ("torch", [], "2.0.0+odd")],
+    ids=["E15-recipes", "E16-packages"],
+)
+def test_ranks_that_differ_are_refused_by_name(make, key, changes, of_rank_1):
     usual = [str(make(2).recipe), "--quiet", "layout.data=4"]
-    codes = started(usual, [*usual, "optimizer.lr=0.5"], usual, usual)
-    assert codes == [2, 2, 2, 2], [code.output for code in codes]
-    for code in codes:
-        assert "error: launch: recipe: expected " in code.output
-        assert " on rank 1. Start every rank with the same recipe" in code.output
-
-
-def another_torch(arguments):
-    import torch
-
-    if os.environ["RANK"] == "1":
-        torch.__version__ = "2.0.0+odd"
-    end(run(["train", *arguments]))
-
-
-def test_ranks_with_different_packages_are_refused_by_name_E16(make):
-    recipe = str(make(2).recipe)
-    codes = run_fresh(another_torch, 2, [recipe, "--quiet"], process_group=False)
-    assert codes == [2, 2]
-    assert all(
-        "launch: torch: expected" in code.output and "2.0.0+odd on rank 1" in code.output for code in codes
+    arguments = [usual, [*usual, *changes], usual, usual]
+    codes = run_fresh(train_with, 4, arguments, {}, of_rank_1, process_group=False, timeout=60)
+    assert codes == [2] * 4, [code.output for code in codes]
+    says = (
+        rf"error: launch: {key}: expected .*{re.escape(of_rank_1)} on rank 1\. Start every rank with the same"
     )
-
-
-@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_never_starts_is_named_E19(make, absent):
-    usual = [str(make(2).recipe), "--quiet", "timeout=1"]
-    arguments = [usual, usual]
-    arguments[absent] = []
-    code = started(*arguments)[1 - absent]
-    assert code == 3, code.output
-    assert f"rank {absent} missing" in code.output
+    assert all(re.search(says, code.output) for code in codes), codes[0].output
 
 
 def meet(folder, seconds_late):
@@ -117,35 +99,41 @@ def test_a_port_in_use_is_refused_E18(make):
     assert f"MASTER_PORT: expected a free port, found port {port} in use" in first.output
 
 
-def test_an_unknown_master_is_named_in_one_line(make):
-    usual = [str(make(2).recipe), "--quiet", "timeout=5"]
-    codes = started(usual, usual, MASTER_ADDR="no-such-host.invalid", TORCHELASTIC_USE_AGENT_STORE="False")
-    assert codes == [2, 2]
-    for code in codes:
-        assert "MASTER_ADDR: " in code.output and "found 'no-such-host.invalid'" in code.output
-        assert code.output.count("\n") == 1, code.output
+#: Ranks with a store of their own, where they meet: the codes of both ranks, and what they say.
+MASTERS = {
+    "unknown": ("no-such-host.invalid", [2, 2], [r"MASTER_ADDR: .*found 'no-such-host\.invalid'"] * 2),
+    # No machine has this address, and the next leads to this one, so rank 0 may listen there.
+    "silent": (
+        "240.0.0.1",
+        [2, 3],
+        [r"MASTER_ADDR: .*found 240\.0\.0\.1", r"rank 0 missing.*240\.0\.0\.1:PORT"],
+    ),
+    "alone": ("127.0.0.2", [3, 0], ["rank 1 missing", ""]),
+    "good": ("localhost", [0, 0], ["", ""]),
+}
 
 
-def test_a_master_that_does_not_answer_is_one_line_on_each_rank(make):
-    """No machine has the address 240.0.0.1; 127.0.0.2 leads to this one, so rank 0 may listen there."""
-    usual = [str(make(2).recipe), "--quiet", "timeout=1"]
-    port = str(free_port())
-    own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    first, second = started(usual, usual, MASTER_ADDR="240.0.0.1", **own_store)
-    assert (first, second) == (2, 3)
-    assert "MASTER_ADDR: " in first.output and "found 240.0.0.1" in first.output
-    assert "rank 0 missing" in second.output and f"240.0.0.1:{port}" in second.output
-    assert first.output.count("\n") == second.output.count("\n") == 1
-    alone, _ = started(usual, [], MASTER_ADDR="127.0.0.2", **own_store)
-    assert alone == 3 and "rank 1 missing" in alone.output and alone.output.count("\n") == 1
+@pytest.mark.parametrize("master", MASTERS)
+def test_a_master_that_does_not_answer_is_one_line_on_each_rank_and_one_that_does_lets_them_train(
+    make, master
+):
+    address, expected, says = MASTERS[master]
+    run, port = make(2), str(free_port())
+    usual = [str(run.recipe), "--quiet", f"timeout={1 if 3 in expected else 20}"]
+    ranks = [usual, [] if master == "alone" else usual]
+    codes = started(*ranks, MASTER_ADDR=address, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False")
+    assert codes == expected, [code.output for code in codes]
+    for code, line in zip(codes, says, strict=True):
+        assert re.search(line.replace("PORT", port), code.output) and code.output.count("\n") == (code != 0)
+    assert run.steps_saved == [2] * (master == "good")
 
 
-def test_ranks_that_open_their_own_store_train_too(make):
-    port = str(free_port())
-    run = make(2)
-    usual = [str(run.recipe), "--quiet", "timeout=20"]
-    assert started(usual, usual, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False") == [0, 0]
-    assert run.steps_saved == [2]
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_never_starts_is_named_E19(make, absent):
+    arguments = [[str(make(2).recipe), "--quiet", "timeout=1"]] * 2
+    arguments[absent] = []
+    code = started(*arguments)[1 - absent]
+    assert code == 3 and f"rank {absent} missing" in code.output, code.output
 
 
 def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make):
@@ -159,13 +147,6 @@ def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make):
 def test_half_of_torchrun_s_variables_are_refused_E17(make, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["train", str(make(2).recipe)]) == 2
-
-
-def test_a_device_that_is_not_here_is_refused_E20(make, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    run_ = make(2)
-    assert run(["train", str(run_.recipe), "device=cuda", "layout.data=1", "layout.zero=0"]) == 2
-    assert not run_.out.exists()
 
 
 IN_A_COLLECTIVE = [
@@ -237,31 +218,24 @@ def parallel(self, x, inputs):
     return x + change + self.attention(self.attention_norm(x), inputs)
 
 
-def run_with_other_code(words):
-    if os.environ.get("RANK") == "1":
+def train_with_other_code(arguments):
+    if os.environ["RANK"] == "1":
         LlamaBlock.forward = parallel
-    return run(words)
-
-
-def launch_other_code(words, folder):
-    launch_forked(run_with_other_code, words, folder)
+    end(run(["train", *arguments]))
 
 
 def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_named_K18(make):
     made = make(2)
-    words = ["train", str(made.recipe), "layout.data=1", "layout.zero=0", "layout.tensor=2"]
-    words += ["debug.collectives=true"]
-    (code,) = run_fresh(launch_other_code, 1, words, str(made.folder), process_group=False, timeout=120)
-    assert code == 3, code.output
+    words = [str(made.recipe), "layout.data=1", "layout.zero=0", "layout.tensor=2", "debug.collectives=true"]
+    codes = run_fresh(train_with_other_code, 2, words, process_group=False, timeout=120)
+    assert codes == [3, 3], [code.output for code in codes]
     both = (
         r"collective \d+ of ranks \[0, 1\] differs: "
         r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/parallel_linear\.py:\d+ "
         r".*layers/attention/attention\.py:\d+ .*models/llama\.py:\d+ .*; "
         r"rank 1 calls all_reduce sum float32 \[.*\] at .*layers/mlp\.py:\d+ .*/test_launch_faults\.py:"
     )
-    assert re.search(both, code.output), code.output
-    for rank in range(2):
-        status = made.status(rank)
-        assert status["code"] == 3, status
-        assert re.search(both, str(status["error"])), status
+    for rank, code in enumerate(codes):
+        assert re.search(both, code.output), code.output
+        assert re.search(both, str(made.status(rank)["error"])), made.status(rank)
     assert made.steps_saved == []

@@ -4,14 +4,15 @@ import peft
 import pytest
 import torch
 from support.configs import TINY_GLM, TINY_LLAMA
+from support.families import transformers_model
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import convert, differences, load, read_adapter, read_source
+from transformers import AutoConfig, AutoModelForCausalLM
+from trilith.checkpoints import convert, differences, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.machine.random_files import write_hf_folder
-from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
+from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
@@ -24,12 +25,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 def write_base(folder):
-    """Write a model with random norms and biases, in fp32."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.1)
-    model.save_pretrained(folder)
+    transformers_model(TINY_LLAMA).save_pretrained(folder)
     return folder
 
 
@@ -181,17 +177,6 @@ def test_adapters_are_no_model_to_fine_tune(tmp_path, tokens, trained):
     for path in (trained, tmp_path / "adapter"):
         with pytest.raises(BadInput, match="LoRA adapters"):
             plan(parse_recipe(recipe(tmp_path / "full", path, tokens, lora=None)))
-
-
-def test_adapters_are_not_loaded_as_a_whole_model(trained, capsys):
-    """Otherwise the rest of the model would be uninitialised memory."""
-    source = read_source(trained)
-    assert isinstance(source.family, AdaptedFamily)
-    model = source.family.base.build(source.model_config, device="cpu")
-    with pytest.raises(BadInput, match="expected a whole model, found LoRA adapters"):
-        load(trained, model)
-    assert trilith(["parity", str(trained)]) == 2
-    assert "expected a whole model, found LoRA adapters" in capsys.readouterr().err
 
 
 def test_a_strict_merge_takes_the_newest_adapters_or_none(tmp_path, base, tokens, capfd):

@@ -16,9 +16,6 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.storage.small_files import parse_toml, read_json
 from trilith.storage.strict_json import DEEPEST, deeper
 
-part = st.sampled_from(["a", "b-c", '"d"', "'e.f'", '"g \\" h"', "7"])
-gap = st.sampled_from([".", " . ", "\t.", ". "])
-
 
 def never(*arguments, **more):
     raise AssertionError("the parser was given what should have been refused before")

@@ -17,7 +17,6 @@ from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, Step, shard_over_data
-from trilith.training.not_finite import last_not_finite
 
 LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
 LAYOUTS["zero3"] = {"data": 2, "zero": 3}
@@ -135,16 +134,6 @@ def test_the_first_module_that_is_not_finite_or_what_a_step_leaves_out_is_named(
     tmp_path, tokens, layout, spoil, says
 ):
     assert re.match(f"step 3: rank {says}", said(tmp_path, tokens, layout, spoil))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_last_gradient_that_is_not_finite_is_named(value):
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    model(torch.randn(6, 4)).pow(2).sum().backward()
-    assert last_not_finite(model) is None
-    model.get_parameter("0.weight").grad[0, 1] = value
-    model.get_parameter("1.weight").grad[2, 3] = value
-    assert last_not_finite(model) == (1, "1.weight")
 
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)

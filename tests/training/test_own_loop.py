@@ -121,25 +121,20 @@ def reset_all(layout):
     return {(name, seed): reset(name, layout, seed) for name in LAYERS for seed in (None, 11)}
 
 
-@pytest.fixture(scope="module")
-def cut():
-    """Return what each rank holds of each layer that was reset, in both layouts: a call for each layout."""
-    return [run_parallel(reset_all, world, Layout(tensor=world)) for world in (2, 3)]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_is_reset_to_the_same_bits_in_every_layout(name, cut):
-    for seed in (None, 11):
-        expected = assemble([reset(name, Layout(), seed)])
-        assert expected and not any(bool(one.isnan().any()) for one in expected.values())
-        for ranks in cut:
-            found = assemble([rank[name, seed] for rank in ranks])
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(one, found[key]) for key, one in expected.items())
-    torch.manual_seed(5)
-    born = nn.Sequential(LAYERS[name](ParallelState.alone()))
-    plain = assemble([reset(name, Layout(), None)])
-    assert all(torch.equal(p[: len(plain[key])], plain[key]) for key, p in born.named_parameters())
+def test_every_layer_is_reset_to_the_same_bits_in_every_layout():
+    expected = {key: assemble([pieces]) for key, pieces in reset_all(Layout()).items()}
+    for world in (2, 3):
+        ranks = run_parallel(reset_all, world, Layout(tensor=world))
+        for key, whole in expected.items():
+            found = assemble([rank[key] for rank in ranks])
+            assert whole and not any(bool(tensor.isnan().any()) for tensor in whole.values()), key
+            assert whole.keys() == found.keys(), key
+            assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items()), (world, key)
+    for name, make in LAYERS.items():
+        torch.manual_seed(5)
+        born = nn.Sequential(make(ParallelState.alone()))
+        whole = expected[name, None]
+        assert all(torch.equal(p[: len(whole[key])], whole[key]) for key, p in born.named_parameters()), name
 
 
 def test_every_layer_with_parameters_can_be_reset():
@@ -148,6 +143,16 @@ def test_every_layer_with_parameters_can_be_reset():
     for name, one in vars(layers).items():
         if isinstance(one, type) and issubclass(one, nn.Module) and "weight" in one.__annotations__:
             assert hasattr(one, "reset_parameters"), name
+
+
+def refusals_of(model, **state):
+    """Return what each part of a loop says of the model."""
+    uses = (
+        lambda: finalize_gradients(model, **state),
+        lambda: clip_gradients(model, 1.0, **state),
+        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, **state),
+    )
+    return [*map(refusal_of, uses)]
 
 
 def wrapped(how):
@@ -161,13 +166,7 @@ def wrapped(how):
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    uses = (
-        lambda: finalize_gradients(model, state=state),
-        lambda: clip_gradients(model, 1.0, state=state),
-        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, state=state),
-        lambda: shard_over_data(model, state, Precision()),
-    )
-    return [*map(refusal_of, uses)]
+    return [*refusals_of(model, state=state), refusal_of(lambda: shard_over_data(model, state, Precision()))]
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
@@ -242,7 +241,7 @@ def partly(how):
         fully_shard(last, mesh=mesh)
     else:
         fully_shard(model, mesh=mesh, ignored_params={first.weight})
-    return refusal_of(lambda: finalize_gradients(model, state=state))
+    return refusals_of(model, state=state)[0]
 
 
 @pytest.mark.parametrize("how", ["tensor ranks", "ddp", "ddp ignores", "fully_shard", "fully_shard ignores"])
@@ -254,14 +253,14 @@ def test_what_torchs_wrappers_would_leave_out_is_refused(how):
         )
 
 
-def averaged(_):
+def averaged():
     """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
     model = DistributedDataParallel(nn.Linear(4, 6))
     return refusal_of(lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1))
 
 
 def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
-    for said in run_parallel(averaged, 2, 0):
+    for said in run_parallel(averaged, 2):
         assert "found DistributedDataParallel, which averages gradients" in said
 
 
@@ -270,14 +269,8 @@ def without_state(root, layout):
     state = ParallelState.start(layout)
     model = shard_over_data(nn.Sequential(ColumnParallelLinear(4, 6, state=state)), state, Precision())
     initialize(model, 1, state=state)
-    uses = (
-        lambda: finalize_gradients(model),
-        lambda: clip_gradients(model, 1.0),
-        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1),
-        lambda: save(root, model),
-        lambda: load(root, model),
-    )
-    return [*map(refusal_of, uses)]
+    uses = (lambda: save(root, model), lambda: load(root, model))
+    return [*refusals_of(model), *map(refusal_of, uses)]
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2, zero=3)], ids=str)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.refusals import Refused, refusals
+from support.refusals import Refused, refusal_of, refusals
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
-from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.training import Step, shard_batch
+from trilith.layers import ColumnParallelLinear, Stage, VocabParallelEmbedding
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.training import Precision, Step, shard_batch, shard_over_data
 
 
 class Given(nn.Module):
@@ -105,6 +106,59 @@ def stacked(why, says, **changes):
 def under(layout, call, why, says):
     """A call with a state of ranks that are not here."""
     return Refused(why, lambda _: call(ParallelState.stand_in(layout)), says)
+
+
+class Staged(nn.Module):
+    """A layer on each of two stages; ``gives`` packs what goes to the next."""
+
+    def __init__(self, gives, state):
+        super().__init__()
+        self.stage, self.gives = Stage.of(2, state=state), gives
+        self.blocks = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in self.stage.blocks})
+
+    def forward(self, h=None, *, x):
+        y = x if h is None else h
+        for block in self.blocks.values():
+            y = block(y)
+        return y if self.stage.last else self.gives(y)
+
+
+def packed_in_a_dict(y):
+    return {"y": y}
+
+
+def unpacked(y):
+    return y
+
+
+def a_mean(y, samples):
+    return F.mse_loss(y, samples["x"]), y.numel()
+
+
+def refused_on_ranks(layout, gives, loss):
+    state = ParallelState.start(layout)
+    model = shard_over_data(Staged(gives, state), state, Precision())
+    initialize(model, 3, state=state)
+    step = Step(model, loss, micro_batch=2, schedule="gpipe", state=state)
+    return refusal_of(lambda: step(shard_batch({"x": torch.randn(8, 4)}, state)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "gives", "loss", "says"),
+    [
+        (Layout(pipeline=2), unpacked, a_mean, "found a mean"),
+        (Layout(data_replicate=2), unpacked, a_mean, "found a mean"),
+        (
+            Layout(pipeline=2),
+            packed_in_a_dict,
+            squares,
+            "stage: output: expected a tensor or a tuple of them between stages, found dict",
+        ),
+    ],
+)
+def test_every_rank_refuses_a_mean_and_a_dict_between_stages(layout, gives, loss, says):
+    first, second = run_parallel(refused_on_ranks, 2, layout, gives, loss)
+    assert first == second and says in first
 
 
 def at_once(state):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.configs import MODELS, TINIEST_LLAMA
 from support.short_runs import built
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trilith.data import Batch
@@ -36,6 +35,10 @@ def batch(number, state):
     return Batch(ids, ids.roll(-1, 1))
 
 
+def gradients_of(model):
+    return [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
+
+
 def computed_in(model, run):
     """Return where each weight lies that a module has while ``run`` computes with it."""
     places = {}
@@ -54,11 +57,11 @@ def computed_in(model, run):
     return places
 
 
-def places(layout, precision, copies):
+def places(layout):
     """Return how many weights a step computes with, and how many of them are those that are stored, before
     and after the weights have moved to other memory.
     """
-    model, found = made(layout, precision, copies=copies), []
+    model, found = made(layout), []
     step = Step(model, TokenLoss(model), micro_batch=2)
     for _ in range(2):
         used = computed_in(model, lambda: step(batch(0, model.state)))
@@ -74,19 +77,8 @@ def places(layout, precision, copies):
     "layout", [Layout.of(data=2), Layout.of(context=2), Layout.of(data=2, pipeline=2)], ids=str
 )
 def test_the_weights_of_a_step_are_the_stored_ones(layout):
-    for here in run_parallel(places, layout.world, layout, FP32, False):
+    for here in run_parallel(places, layout.world, layout):
         assert here[0][0] > 4 and all(used == stored for used, stored in here)
-
-
-def test_a_cast_needs_other_memory_and_so_does_a_part_of_the_weights():
-    """So the test above could fail: FSDP by itself copies, too."""
-    for given in (
-        (Layout.of(data=2), BF16, False),
-        (Layout.of(data=2, zero=1), FP32, False),
-        (Layout.of(data=2), FP32, True),
-    ):
-        for here in run_parallel(places, 2, *given):
-            assert all(used > 5 and not stored for used, stored in here)
 
 
 def trained(layout, copies, changes):
@@ -94,18 +86,9 @@ def trained(layout, copies, changes):
     model = made(layout, copies=copies, **changes)
     for one in list(model.layers.values())[:1]:
         one.requires_grad_(False)
-    optimizer, step, results = (
-        make_adamw(model, lr=1e-2),
-        Step(model, TokenLoss(model), micro_batch=2),
-        list[Tensor](),
-    )
+    optimizer, step, results = make_adamw(model, lr=1e-2), Step(model, TokenLoss(model), micro_batch=2), []
     for number in range(3):
-        results.append(step(batch(number, model.state)))
-        results += [
-            local_data(parameter.grad).clone()
-            for parameter in model.parameters()
-            if parameter.grad is not None
-        ]
+        results += [step(batch(number, model.state)), *gradients_of(model)]
         optimizer.step()
         optimizer.zero_grad()
         if layout.pipeline == 1:
@@ -196,7 +179,7 @@ def trained_alone(layout, precision, fsdp, own_loop=False):
                 assert {one.dtype for one in model.parameters()} == {precision.master}
         else:
             found.append(step(rows()))
-        found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
+        found += gradients_of(model)
         clip_gradients(model, 0.5, state=model.state)
         optimizer.step()
         optimizer.zero_grad()
@@ -270,10 +253,8 @@ def through_dtensors(layout, parameters):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "to_local", counted)
         for _ in range(2):
-            loss = step(rows())
-            grads = [one.grad for one in model.parameters()]
-            assert all(isinstance(one, DTensor) for one in grads)
-            found += [loss, *(local_data(one).clone() for one in grads if one is not None)]
+            found += [step(rows()), *gradients_of(model)]
+            assert all(isinstance(one.grad, DTensor) for one in model.parameters())
             model.zero_grad()
             model.double().float()
             initialize(model, 2, state=model.state)
