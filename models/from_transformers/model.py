@@ -191,6 +191,9 @@ class TransformersFamily(Family):
             if size != alone and why:
                 expected = f"{alone} for {self.model_type}".lower()
                 raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+        if layout.tensor > 1:  # here, where parameters have their whole names
+            for name, declaration in self.declarations(config)[0].items():
+                declaration.check(layout, name)
 
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own, and

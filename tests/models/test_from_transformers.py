@@ -489,7 +489,7 @@ def test_a_balance_loss_that_is_not_computed_is_named():
         ("phimoe", {}, {"context": 2}, "its mask is not causal: query 8, key 0"),
         ("diffllama", {}, {"context": 2}, "DiffLlamaAttention gives attention a second set of keys"),
         ("arcee", {"rope_parameters": DYNAMIC}, {"context": 2}, "layout: context: expected 1 for arcee"),
-        ("arcee", {}, {"tensor": 4}, "2 units of 16 on dim 0: expected a number that tensor=4 divides"),
+        ("arcee", {}, {"tensor": 4}, r"^model.layers.0.self_attn.k_proj.weight: 2 units of 16 on dim 0: exp"),
         ("olmoe", {}, {"data": 2, "expert": 2}, "the experts of adopted models are not spread over ranks"),
         ("arcee", {}, {"pipeline": 8}, "pipeline: expected at most 4, one block a stage, found 8"),
     ],
