@@ -572,11 +572,22 @@ def test_one_process_is_transformers_own(kind):
     assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
 
 
-def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches(tmp_path, capsys):
-    """And is compared with transformers, although its blocks give their attention's weights as well."""
-    made, config, model = built("gpt_neo")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpt_neo",  # whose blocks give weights of attention besides
+        pytest.param("idefics3", marks=pytest.mark.slow),  # of text and images
+        pytest.param("jamba", marks=pytest.mark.slow),  # whose cache takes no blocks without attention
+    ],
+)
+def test_parity_compares_a_type_of_any_kind_with_transformers(kind, tmp_path, capsys):
+    made, config, model = built(kind)
     plain(config, made, model).float().save_pretrained(tmp_path / "hf")
     assert run(["parity", str(tmp_path / "hf")]) == 0, capsys.readouterr()
+
+
+def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches():
+    *_, model = built("gpt_neo")
     with pytest.raises(BadInput, match="one document a row"):
         model(torch.zeros(1, 8, dtype=torch.int64), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
 
