@@ -144,8 +144,8 @@ def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
             place, notes = line_of_user(error.__traceback__), [*getattr(error, "__notes__", ())]
             if place and f"at {place}" not in notes:
                 error.add_note(f"at {place}")
-            told = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-            beat.end(UNEXPECTED, " ".join(told), cause=cause)
+            words = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+            beat.end(UNEXPECTED, " ".join(words), cause=cause)
             raise
         if beat.run is not None:
             write_record(beat.folder, beat.rank)

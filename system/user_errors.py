@@ -27,8 +27,9 @@ def asked(ask: Any, key: str, expected: str) -> Any:
     except BadInput as error:
         if not (place := line_of_user(error.__traceback__)):
             raise
-        facts = {"expected": error.expected, "found": error.found, "todo": f"{error.todo} ({place})".strip()}
-        raise type(error)(error.where, error.key, **facts) from error
+        facts = {"expected": error.expected, "found": error.found}
+        todo = f"{error.todo} ({place})".strip()
+        raise type(error)(error.where, error.key, **facts, todo=todo) from error
     except (Exception, SystemExit) as error:
         raise refused(error, key, expected=expected) from error
 
