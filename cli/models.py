@@ -77,7 +77,8 @@ def _print_shown(name: str | None, as_json: bool) -> None:
     if name in FAMILIES and name not in sizes:
         title = next((size.name for size in sizes.values() if size.family.model_type == name), "")
     if name not in FAMILIES and name in proved()["types"]:
-        title, fields = "default sizes", {"model_type": name}
+        title = "default sizes"  # of encoders and of pairs of both the decoder, as it can train
+        fields = {"model_type": name, "is_decoder": True, "is_encoder_decoder": False}
     elif fields is None or title:
         fields = {**published_size(title, "models", also=FAMILIES).fields}
     family = family_of(fields, name)

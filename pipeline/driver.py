@@ -115,7 +115,10 @@ class DrivenStage(pipelining.PipelineStage):
             for info in self.args_recv_info[fwd_chunk_id]:
                 cast(Tensor, info.buffer).requires_grad_()
         with self._sparing(), self._order.noted() if self._order else nullcontext():
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **named)
+            try:
+                output = super().forward_one_chunk(fwd_chunk_id, *args, **named)
+            except RuntimeError as error:  # in torch's words, which leave out what the model raised
+                raise error.__cause__ or error from None
         _free(self.args_recv_info[fwd_chunk_id])
         return output
 

@@ -14,6 +14,7 @@ from ..parallel_state import MachineFailed, PeerFailed, rank_at_fault
 from ..storage.disk import DiskFailed, FileLock, write_whole
 from ..storage.small_files import read_json
 from ..system.refusals import UNEXPECTED
+from ..system.user_errors import line_of_user
 from .flight_recorder import what_it_waited_for, write_record
 from .heartbeat import BLAME, SILENT_AFTER, Heartbeat, RankStatus, read_status
 from .requests import PREEMPTED
@@ -140,7 +141,11 @@ def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
             beat.end(code, str(error), cause=cause)
             raise error
         if not is_collective_failure(error):
-            beat.end(UNEXPECTED, f"{type(error).__name__}: {error}", cause=cause)
+            place, notes = line_of_user(error.__traceback__), [*getattr(error, "__notes__", ())]
+            if place and f"at {place}" not in notes:
+                error.add_note(f"at {place}")
+            words = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+            beat.end(UNEXPECTED, " ".join(words), cause=cause)
             raise
         if beat.run is not None:
             write_record(beat.folder, beat.rank)

@@ -21,11 +21,15 @@ def refused(error: BaseException, key: str, *, expected: str) -> BadInput:
 
 
 def asked(ask: Any, key: str, expected: str) -> Any:
-    """Return what the user's code answers; ``BadInput`` with its error."""
+    """Return what the user's code answers; ``BadInput`` with its error, or the line that met a refusal."""
     try:
         return ask()
-    except BadInput:
-        raise
+    except BadInput as error:
+        if not (place := line_of_user(error.__traceback__)):
+            raise
+        facts = {"expected": error.expected, "found": error.found}
+        todo = f"{error.todo} ({place})".strip()
+        raise type(error)(error.where, error.key, **facts, todo=todo) from error
     except (Exception, SystemExit) as error:
         raise refused(error, key, expected=expected) from error
 

@@ -189,6 +189,8 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
     outputs: Outputs = {}
     modules = dict(model.named_modules())
     for event, output in seen.forward.items():
+        if event.leaf >= len(features[event.module]):  # what transformers' blocks give beside hidden states
+            continue
         name, own = features[event.module][event.leaf]
         of_another_stage = name == "logits" and event.call < len(model.stage.parts)
         if of_another_stage or output.ndim != 3:  # of single heads

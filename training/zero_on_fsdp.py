@@ -81,6 +81,7 @@ def shard_over_data(
             keep_aside(stack)
         for block in find_blocks(model) if blocks is None else blocks:
             if block not in stacks:
+                block.register_forward_hook(_without_views)
                 fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
         # Backward begins with what forward ended with, the output layer; a loss may use its weight, too.
         # Between the two, a pipeline's stage runs forwards of other micro-batches.
@@ -89,6 +90,13 @@ def shard_over_data(
     _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model
+
+
+def _without_views(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return a block's output in memory of its own: what changes a view in place drops FSDP's hook on it."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return output
+    return engine.map_tensors(output, engine.without_view)
 
 
 def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: ParallelState) -> None:

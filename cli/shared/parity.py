@@ -104,7 +104,7 @@ def observe_alone(question: Question) -> Observation:
 
     source = read_source(question.folder, implementation=question.implementation)
     links, _ = source.family.links(source.model_config)
-    model = _load(question)
+    model = _load(question, source.family.architecture)
     if any(routers(source.family.on_meta(source.model_config))):
         model.set_experts_implementation("eager")  # the other one has no fp64
     model.eval().to(question.device)
@@ -113,15 +113,15 @@ def observe_alone(question: Question) -> Observation:
     scaled = {name for name, module in model.named_modules() if hasattr(module, "embed_scale")}
     recorder = Recorder(model, counterparts.keys() - scaled, outputs_only=True)
     input_ids, labels = (rows.to(question.device) for rows in question.batch(source.model_config))
-    logits = model(input_ids).logits
+    logits = model(input_ids, use_cache=False).logits
     inner = torch.promote_types(logits.dtype, torch.float32)
     summed = F.cross_entropy(
         logits.flatten(0, 1).to(inner), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
     loss = summed / (labels != IGNORE).sum()
     loss.backward()
-    (stated,) = source.family.declarations(source.model_config)
-    moved = [link for link in links if not stated[link.ours].buffer]
+    still = source.family.untrained(source.model_config)
+    moved = [link for link in links if link.ours not in still]
     outputs: Outputs = {}
     for event, output in recorder.leave().forward.items():
         if event.leaf == 0 and output.ndim == 3:
@@ -134,16 +134,19 @@ def observe_alone(question: Question) -> Observation:
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
 
-def _load(question: Question) -> "PreTrainedModel":
+def _load(question: Question, architecture: str) -> "PreTrainedModel":
     """Load the folder with transformers, which refuses some that we read with whatever exception it meets."""
-    from transformers import AutoModelForCausalLM, __version__
+    import transformers
 
     try:
-        return AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
+        model: PreTrainedModel = getattr(transformers, architecture).from_pretrained(
+            question.folder, dtype=question.dtype
+        )
+        return model
     except Exception as error:
         if refusal_of(error) is not None:
             raise
-        expected = f"a folder that transformers {__version__} loads as well, to compare with"
+        expected = f"a folder that transformers {transformers.__version__} loads as well, to compare with"
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise BadInput(question.folder, expected=expected, found=reason) from error
 

@@ -4,12 +4,10 @@ say which axes tests have proved of which types.
 
 import importlib
 import json
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -60,9 +58,8 @@ class AdoptedConfig(ModelConfig):
 
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
-        stated = self.to_hf()
         with quiet():  # ids of tokens that the text leaves out have their defaults
-            return config_class(stated.pop("model_type")).from_dict(stated)
+            return _read(self.to_hf())
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -77,20 +74,13 @@ class AdoptedConfig(ModelConfig):
         if raw.get("output_router_logits"):
             lost = "the balance loss that transformers adds is not computed"
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
-        stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         with in_one_line(where, expected=f"what transformers' {kind} reads"):
-            of_type = config_class(kind)
-            config = of_type.from_dict(of_type._decode_special_floats(stated))  # a copy, infinity and all
-            known = config.to_dict()
+            config = _read(raw)
+            known = config._encode_special_floats(config.to_dict())  # as its files have infinity
+            stated = {key: entry for key, entry in known.items() if key not in _FREE}
+            written = json.dumps(stated | {"model_type": kind}, sort_keys=True)
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
-        # No checkpoint holds infinity, but where it is a type's default it comes back by itself.
-        usual = usual_config(kind).to_dict()
-        endless = {key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)}
-        free = _FREE | {key for key in endless if known[key] == usual.get(key)}
-        stated = {key: entry for key, entry in known.items() if key not in free}
-        with in_one_line(where, expected="numbers, texts and lists"):
-            written = json.dumps(stated | {"model_type": kind}, sort_keys=True, allow_nan=False)
         if config.model_type in FROM_PADDING and config.pad_token_id is None:
             expected = "a token's number, from which places are counted"
             raise BadInput(where, "pad_token_id", expected=expected, found="none")
@@ -120,7 +110,8 @@ class AdoptedConfig(ModelConfig):
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
         """Return the keys that transformers' config class does not name."""
-        usual = usual_config(str(raw["model_type"]))
+        with quiet():  # its defaults may not fit each other
+            usual = config_class(str(raw["model_type"]))()
         known = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
         return sorted(raw.keys() - known - INERT - {"implementation", "rope_scaling", "rope_theta"})
 
@@ -132,6 +123,13 @@ class AdoptedConfig(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
         return cast(dict[str, Any], from_json(self.raw))
+
+
+def _read(raw: Mapping[str, Any]) -> Any:
+    """Return transformers' config object of the dict of a file, which stays as it is."""
+    stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
+    of_type = config_class(raw["model_type"])
+    return of_type.from_dict(of_type._decode_special_floats(stated))
 
 
 def config_class(kind: str) -> Any:
@@ -188,13 +186,6 @@ def quiet() -> Iterator[None]:
 
 
 @lru_cache
-def usual_config(kind: str) -> Any:
-    """Return transformers' config of a type with all defaults, of which it warns where they do not fit."""
-    with quiet():
-        return config_class(kind)()
-
-
-@lru_cache
 def proved() -> dict[str, Any]:
     """Return the table that ``make any-model`` writes: ``transformers``, its version, and ``types``, each
     with its largest difference by axis, and ``why`` other axes are refused.
@@ -202,24 +193,11 @@ def proved() -> dict[str, Any]:
     return read_toml(Path(__file__).with_name("proved.toml"))
 
 
-def check_type(kind: str, where: str, *, trusted: bool) -> None:
-    """Refuse a type that tests have shown not to be transformers' own, unless it is ``trusted``, and a
-    transformers that is older than the one that they have proved types with.
-    """
-    wanted, installed = proved()["transformers"], version("transformers")
-    here, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
-    if here < least:
-        expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
-        raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
-    if not trusted and (why := why_refused(kind)):
-        expected = "a type whose model can be trained as it is in transformers"
-        raise BadInput(where, "model_type", expected=expected, found=kind, todo=why)
-
-
 def why_refused(kind: str) -> str:
     """Return why a type is refused whole, or nothing."""
-    untried = {"refused": f"no test has tried it with transformers {proved()['transformers']}"}
-    return str(proved()["types"].get(kind, untried).get("refused", ""))
+    stated = proved()["types"].get(kind)
+    untried = f"no test has tried it with transformers {proved()['transformers']}"
+    return untried if stated is None else str(stated.get("refused", ""))
 
 
 def why_not(kind: str, axis: str) -> str:

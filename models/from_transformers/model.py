@@ -2,10 +2,12 @@
 all of it follows from transformers' config.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from inspect import signature
 from typing import Any, Self
 from unittest.mock import patch
@@ -21,7 +23,7 @@ from ..base.config import ModelConfig
 from ..base.family import Family
 from ..base.hugging_face_names import Link
 from .attention import carrier, of_whole_rows
-from .config import AXES, AdoptedConfig, adopted_types, check_type, first_place, why_not
+from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, why_not, why_refused
 from .cut import Cutter
 from .files import file_links
 from .layers import Lookup, StageEnd, StandIn, around_blocks, without_sequence
@@ -55,9 +57,8 @@ class Adopted(CausalLM):
             self.fused = Cutter(hf, cfg, shown, self.stage, state).fused
         blocks = hf.get_submodule(shown.blocks) if shown.blocks else nn.ModuleList()
         self.__dict__.update(hf=hf, blocks=blocks)  # whose modules are this one's, under their names
-        outside = [*around_blocks(hf, shown)] if self.stage.first else []
-        around = {path for path in outside if shown.blocks.startswith(f"{path}.")}
-        self.before_blocks = [path for path in outside if path not in {*shown.exit, *around}]
+        outside = around_blocks(hf, shown).keys() - shown.exit if self.stage.first else ()
+        self.before_blocks = sorted(path for path in outside if not shown.blocks.startswith(f"{path}."))
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
         for name, child in hf.named_children():
             self.add_module(name, child)
@@ -185,19 +186,27 @@ class TransformersFamily(Family):
         reasons = {"pipeline": shown.no_pipeline, "context": shown.no_context, "expert": AXES["expert"]}
         reasons["sequence"] = shown.no_context or shown.no_pipeline
         for axis in AXES:
-            size, least = getattr(layout, axis), "false" if axis == "sequence" else 1
-            if size in (False, least):
-                continue
-            if why := reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis)):
-                raise BadInput(
-                    "layout", axis, expected=f"{least} for {self.model_type}", found=size, todo=why
-                )
+            size, alone = getattr(layout, axis), getattr(Layout(), axis)
+            why = reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis))
+            if size != alone and why:
+                expected = f"{alone} for {self.model_type}".lower()
+                raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+        if layout.tensor > 1:  # here, where parameters have their whole names
+            for name, declaration in self.declarations(config)[0].items():
+                declaration.check(layout, name)
 
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own, and
         for a transformers that is older than the one that they have proved types with.
         """
-        check_type(self.model_type, where, trusted=self.trusted)
+        kind, wanted, installed = self.model_type, proved()["transformers"], version("transformers")
+        here, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
+        if here < least:
+            expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
+            raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
+        if not self.trusted and (why := why_refused(kind)):
+            expected = "a type whose model can be trained as it is in transformers"
+            raise BadInput(where, "model_type", expected=expected, found=kind, todo=why)
         return super().from_hf(raw, where)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:

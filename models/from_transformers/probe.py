@@ -14,15 +14,10 @@ from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
 from ..base.family import making
-from .attention import ATTENTION, attention, watched
+from .attention import ATTENTION, attention, of_whole_rows, watched
 from .config import AdoptedConfig, in_one_line, model_class, quiet
 
 _TOKENS = 16
-#: Replaced in the forward, because they read places and masks, which have no values there.
-_READERS: dict[str, Any] = {
-    "find_packed_sequence_indices": lambda position_ids: None,
-    "_ignore_causal_mask_sdpa": lambda *args, **named: False,
-}
 
 
 def on_meta(cfg: AdoptedConfig, *, ours: bool) -> Any:
@@ -185,7 +180,7 @@ class Probed:
             elif module not in inner and own:
                 bare += own
                 module.register_forward_pre_hook(noting(path))
-        with torch.device("meta"), patch.multiple("transformers.masking_utils", **_READERS):
+        with torch.device("meta"), of_whole_rows():
             tokens = torch.zeros((2, _TOKENS), dtype=torch.int64)
             read = _read_by(model(input_ids=tokens, use_cache=False).logits)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -73,6 +73,8 @@ def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys,
     out = capsys.readouterr().out
     assert "\nproved axes    tensor, " in out and "\ncontext        refused: AXK2Indexer mixes tokens" in out
     assert "\nexpert         refused: the experts of adopted models" in out
+    assert run(["models", "bart", "--show"]) == 0  # of whose two parts the decoder trains
+    assert "model.decoder.layers.0.fc1.weight" in capsys.readouterr().out
     assert run(["models", "arcee", "--show"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("default sizes: arcee (ArceeForCausalLM)\n")

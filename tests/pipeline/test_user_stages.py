@@ -161,6 +161,26 @@ def steps_of_shapes(lengths, samples):
     return found
 
 
+class Exhausted(Net):
+    def forward(self, x=None, memory=None, *, tokens, stage=None):
+        if torch.is_grad_enabled():  # not in the trial run
+            raise torch.OutOfMemoryError("of this stage")
+        return super().forward(x, memory, tokens=tokens, stage=stage)
+
+
+def step_of_the_exhausted():
+    state = ParallelState.start(Layout(pipeline=2))
+    model = Exhausted(state=state)
+    initialize(model, 0, state=state)
+    Step(model, loss, micro_batch=2, schedule="gpipe", state=state)(BATCH)
+
+
+def test_what_a_stage_raises_in_a_step_is_told_as_it_is():
+    with pytest.raises(RankError) as error:
+        run_parallel(step_of_the_exhausted, 2, timeout=60)
+    assert isinstance(error.value.cause, torch.OutOfMemoryError)
+
+
 def left_by_first_parts():
     """Return the tensors at a stage's ends that the first parts of backwards leave to the second ones."""
     state = ParallelState.start(Layout.of(pipeline=2, **SHAPED))

@@ -23,7 +23,7 @@ from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
 from trilith.models.base.keys import names
 from trilith.models.from_transformers import TransformersFamily, family_of_type
-from trilith.models.from_transformers import config as adopted
+from trilith.models.from_transformers import model as adopted
 from trilith.models.from_transformers.config import FROM_PADDING, config_class, model_class
 from trilith.models.from_transformers.files import held_links
 from trilith.parallel_state import (

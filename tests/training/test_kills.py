@@ -244,6 +244,6 @@ def test_an_error_is_told_before_a_save_in_the_background_is_waited_for_and_does
         patch.setenv("TRILITH_FAULT", "rank=0;at=checkpoint.amid_data;act=sleep:200")
         (code,) = run_fresh(fail_while_saving, 1, str(run.recipe), status, process_group=False, timeout=60)
     assert code == 0, code.output
-    assert "told 70 KeyError: 'in the loop'" in code.output
+    assert re.search(r"told 70 KeyError: 'in the loop' at \S+test_kills.py:\d+\n", code.output)  # his line
     (beside,) = re.findall(r"heard beside \['(.*)'\]", code.output)
     assert beside.startswith("step-00000002.tmp-")

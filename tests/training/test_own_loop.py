@@ -1,5 +1,7 @@
 """A loop of a user's own: a zoo model's checkpoints, layers that are reset, wrappers that are refused."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from trilith.layers import (
     Experts,
     LayerNorm,
     PositionEmbedding,
+    ReplicatedLinear,
     RMSNorm,
     RowParallelLinear,
     TopKRouter,
@@ -304,3 +307,35 @@ def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
     grouped = nn.ModuleList([nn.ModuleDict({"a": nested[0], "b": nested[0]})])  # a dict computes nothing
     assert find_blocks(model) == layers and find_blocks(nn.Linear(2, 2)) == []
     assert find_blocks(nested) == find_blocks(grouped) == [nested[0]]
+
+
+class AddedInPlace(nn.Module):
+    """Add to what blocks give, which torch's product with a bias makes as a view."""
+
+    def __init__(self, *, state=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(ReplicatedLinear(8, 8, state=state) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x
+
+
+def squares(output, samples):
+    return output.square().sum(), output.numel()
+
+
+def step_without_a_warning():
+    state = ParallelState.start(Layout.of(data=2, zero=3))
+    model = shard_over_data(AddedInPlace(state=state), state, Precision(*[torch.float32] * 3))
+    initialize(model, 0, state=state)
+    with warnings.catch_warnings(action="error"):
+        Step(model, squares, micro_batch=1, state=state)({"x": torch.randn(2, 3, 8)})
+
+
+def test_what_blocks_give_may_be_changed_in_place():
+    """FSDP warns of views, of which such a change takes its hook."""
+    run_parallel(step_without_a_warning, 2)

@@ -509,7 +509,7 @@ def test_ranks_with_different_copies_of_a_file_are_refused(key, tmp_path):
 
 
 OWN = """
-import torch
+import torch, trilith.layers
 from torch import nn
 from trilith.training import FunctionLoss
 class Net(nn.Module):
@@ -546,6 +546,10 @@ def alone(output): return output.sum(), output.numel()
 short = FunctionLoss(alone)
 class NoLoss: pass
 number = 3
+class Cut(Net):
+    def __init__(self, dim, *, state=None):
+        super().__init__(dim)
+        self.up = trilith.layers.ColumnParallelLinear(dim, dim, state=state)
 """
 
 
@@ -639,6 +643,10 @@ ROWS = {
     "shares": ("data.weights: expected 1 number,", "data.weights=[1.0, 2.0]"),
     "documents of items": ("documents: expected absent with data.module", "data.documents=separate"),
     "a split": ("layout.split: expected absent for a class without the keyword split", "layout.split=[1]"),
+    "a cut that is not even": (
+        r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:44\)$",
+        *("model.module=FILE:Cut", "layout.tensor=3"),
+    ),
     "context without a sequence": ("context: expected 1 for a loss that names no sequence", *CUT),
     "context where nothing is exchanged": (APART, *CUT, "loss.module=FILE:cut"),
     "a dim that counts from the last one": (
