@@ -36,16 +36,19 @@ def clear_unfinished(root: Path) -> None:
         clear_leftovers(root / name)
 
 
-def clear_leftovers(output: Path, *, lock_only: bool = False) -> None:
-    """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
-    left = [] if lock_only else leftovers(output)
-    if not left and not beside(output, _LOCK).exists():
-        return
+def clear_leftovers(output: Path, *, lock_only: bool = False) -> bool:
+    """Remove what killed runs left beside ``output``, unless somebody is writing it now; return whether a
+    lock was removed.
+    """
+    left, lock_file = [] if lock_only else leftovers(output), beside(output, _LOCK)
+    if not left and not lock_file.exists():
+        return False
     with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
         lock = lock_output(output)
         for path in left:
             Disk().remove_tree(path)
         lock.remove()
+    return not lock_file.exists()
 
 
 def bytes_of_leftovers(output: Path) -> int:

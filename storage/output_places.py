@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from ..system.addresses import address_of
-from .file_names import CHECKPOINTS, LONGEST_NAME, FolderKind, holds_steps, kinds_of
+from .file_names import CHECKPOINTS, LONGEST_NAME, FolderKind, holds_steps, kinds_of, leftovers
 from .leftovers import bytes_of_leftovers, clear_leftovers
 
 #: How many of a file's first and last bytes are read to tell which command wrote it.
@@ -145,8 +145,11 @@ def check_free(output: Path) -> None:
         if not output.is_dir():
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
-            clear_leftovers(output, lock_only=True)
             actual, todo = "one with files in it", "Choose another name or remove it first"
+            if clear_leftovers(output, lock_only=True) and not leftovers(output):
+                # Killed between the rename and the end: it would have another name if it were not complete.
+                actual = "a complete one, and the lock of the command that was killed after it had written it"
+                todo = "The lock is removed: use the folder, or choose another name"
             raise BadInput(output, expected="a new or empty directory", found=actual, todo=todo)
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
             place, todo = "the folder that the command runs in", "Name a new folder in it"

@@ -35,9 +35,10 @@ class Table(StrictRecord):
 
     ``prefix``: what precedes every foreign name in some checkpoints. ``ignored``: patterns (regular
     expressions for the whole name) of foreign tensors that are no weights, such as rotary frequencies.
+    Without a ``rule`` the names are Hugging Face's.
     """
 
-    rule: list[Rule] = Field(min_length=1)
+    rule: list[Rule] = Field(default_factory=list)
     detect: str = ""
     prefix: str = ""
     ignored: list[str] = Field(default_factory=list)
@@ -90,11 +91,15 @@ def choose_table(
     """Return the table of names: the one asked for, the format's own, Hugging Face's names, or a known one
     whose ``detect`` is there. ``BadInput`` if none of these fits.
     """
+    ignored: list[str] = []
     if (name := names or checkpoint.names) is not None:
-        return table_named(name)
+        table = table_named(name)
+        if table.rule:
+            return table
+        ignored = table.ignored
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if (table := rename_all(shapes, hf)) is not None:
-        return table
+        return table.model_copy(update={"ignored": ignored})
     for known in known_tables():
         table = table_named(known)
         if table.detect and table.prefix + table.detect in shapes:

@@ -186,7 +186,9 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
                 raise BadInput(path, shown(name), expected="a printable name, once", found="another")
             file.add(view, name)
     if not file.tensors:
-        raise BadInput(path, expected="a dict of tensors", found=f"a {type(value).__name__} without any")
+        kind = "single tensor" if isinstance(value, View) else f"{type(value).__name__} without any"
+        todo = "Save the model's state_dict(), by its names, in a dict"
+        raise BadInput(path, expected="a dict of tensors", found=f"a {kind}", todo=todo)
     return file
 
 
