@@ -55,8 +55,7 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
     model = recipe.model
     size, config = model.size, model.config
     missing = size is None and model.init_from is None and config is None and model.module is None
-    stated = model.model_dump(exclude={"module", "arguments"})
-    yield Rule(missing, "model", "init_from, config, size or module", stated)
+    yield Rule(missing, "model", "init_from, config, size or module", "none of them")
     if size is not None:
         published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"

@@ -148,6 +148,8 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
     if not known:
         if since is None and not folder.is_dir():
             raise BadInput(run, expected="a run's folder", found=what_is_there(run), todo=NAME_A_RUN)
+        if folder.is_dir():
+            os.listdir(folder)  # which raises for one that may not be read
         when = "" if since is None else f" since {since} was written"
         raise BadInput(
             run, "status", expected="a run's folder", found=f"no rank that started{when}",

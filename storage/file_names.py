@@ -166,7 +166,7 @@ def named_tokens(path: Path) -> Path | None:
 
 def holds_steps(folder: Path) -> bool:
     """Return whether a run has begun to save in the folder: a folder in it has the name of a step."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # nor one around which may not be read
         return False
     with os.scandir(folder) as entries:
         return any(_is_step(entry.name) and entry.is_dir() for entry in entries)

@@ -98,6 +98,7 @@ def check_output_file(
         raise BadInput(out, expected="a file in a folder that exists", found=actual, todo=todo)
     if out.is_dir():
         raise BadInput(out, expected="a file to write", found="a folder", todo="Name a file in it")
+    check_home(out)
     if not out.exists():
         return
     if not stat.S_ISREG(out.stat().st_mode):
@@ -134,7 +135,8 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
     need -= bytes_of_leftovers(output)
     if need * _SPARE > free:
         expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=_in_bytes(free))
+        todo = "Make room on the disk, or name a place on another one"
+        raise BadInput(output, expected=expected, found=_in_bytes(free), todo=todo)
 
 
 def check_free(output: Path) -> None:

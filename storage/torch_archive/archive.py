@@ -110,7 +110,8 @@ def _way_out(first: bytes) -> str:
             "This is the form before torch 1.6, a bare pickle or a tar file; it is not read. If you trust "
             "its origin, load it with torch.load and write it with torch.save or as safetensors"
         )
-    return what_it_looks_like(first)
+    damaged = "The file is damaged, or of another kind: copy it again"
+    return what_it_looks_like(first) or (damaged if first else "The file is empty: copy it again")
 
 
 def _whole_numbers(value: object) -> tuple[int, ...]:
