@@ -189,7 +189,7 @@ REFUSED = [
     Refused("ZeRO of DeepSpeed", copied("titan"), "found a checkpoint of DeepSpeed's.*zero_to_fp32",
             given=empty("titan/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt")),
     Refused("a folder around one", lambda folder: convert(folder / "runs", folder / "out"),
-            "found a folder around one. Name runs/step-5", given=empty("runs/step-5/.metadata")),
+            "found a folder around one. Name runs/iter-5", given=empty("runs/iter-5/.metadata")),
     Refused("a folder of nothing known", copied("titan"), "found no known format. These are read: Megatron",
             given=empty("titan/notes.txt")),
     Refused("one file of safetensors", converted("hf/model.safetensors", hf), "Name its folder, .*hf, which"),
