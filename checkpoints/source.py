@@ -21,14 +21,13 @@ from ..storage.file_names import (
     named_tokens,
 )
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
 from ..system import counted, no_garbage_search
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.checkpoint import ForeignCheckpoint, check_stated
-from .foreign.formats import EXPECTED, OF_TOKENS, Format, format_of, refuse_unknown
+from .foreign.formats import EXPECTED, OF_TOKENS, Format, format_of, refuse_absent, refuse_unknown
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
@@ -185,10 +184,7 @@ def read_source(
     """
     path = local_folder(path)
     if not path.exists():
-        actual, todo = why_absent(path)
-        if (name := named_tokens(path)) is not None:
-            actual, todo = "a token file", OF_TOKENS.format(name)
-        raise BadInput(path, expected=EXPECTED, found=actual, todo=todo)
+        refuse_absent(path)
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
         return _foreign(path, form, config, names, implementation)

@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ...parallel_state import BadInput
 from ...storage.catalog import Catalog, in_one_file
 from ...storage.file_names import SOURCES, kinds_of, named_tokens
+from ...storage.leftovers import why_absent
 from ...storage.torch_archive import open_state_dict
 from . import dcp, megatron_dist, megatron_legacy, meta
 from .checkpoint import ForeignCheckpoint
@@ -70,6 +72,14 @@ FORMATS: tuple[Format, ...] = (
 
 #: How DeepSpeed names the files of its ranks.
 _OF_DEEPSPEED = re.compile(r"(zero|bf16_zero|mp)_.*_(model|optim)_states\.pt")
+
+
+def refuse_absent(path: Path) -> NoReturn:
+    """Refuse a path where nothing is, unless it is the name of a token file, or a killed command's output."""
+    actual, todo = why_absent(path)
+    if (name := named_tokens(path)) is not None:
+        actual, todo = "a token file", OF_TOKENS.format(name)
+    raise BadInput(path, expected=EXPECTED, found=actual, todo=todo)
 
 
 def refuse_unknown(path: Path, *, of_others: bool) -> None:

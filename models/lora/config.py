@@ -87,7 +87,7 @@ class LoraConfig(BaseModel):
             ("init_lora_weights", raw.get("init_lora_weights"), _PLAIN_STARTS),
         ):
             if value not in wanted:
-                expected = " or ".join(map(repr, wanted))
+                expected = " or ".join(map(literal, wanted))
                 todo = "Nothing else is supported"
                 raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
         known = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
