@@ -11,15 +11,7 @@ from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, f
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
-from ..storage.file_names import (
-    CHECKPOINTS,
-    CONFIG,
-    MANIFEST,
-    SOURCES,
-    FolderKind,
-    kind_of_folder,
-    named_tokens,
-)
+from ..storage.file_names import CHECKPOINTS, CONFIG, MANIFEST, SOURCES, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
@@ -27,7 +19,7 @@ from ..storage.torch_archive import ViewFile
 from ..system import counted, no_garbage_search
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.checkpoint import ForeignCheckpoint, check_stated
-from .foreign.formats import EXPECTED, OF_TOKENS, Format, format_of, refuse_absent, refuse_unknown
+from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_unknown
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
@@ -188,7 +180,7 @@ def read_source(
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
         return _foreign(path, form, config, names, implementation)
-    if kind is FolderKind.OTHER:
+    if kind in (FolderKind.OTHER, FolderKind.TOKENS):
         refuse_unknown(path, of_others=config is not None)
     if config is not None or names is not None:
         actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
@@ -204,8 +196,6 @@ def read_source(
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
         case FolderKind.UNFINISHED:
             todo = "Run the command that makes it again"
-        case FolderKind.TOKENS:
-            todo = OF_TOKENS.format(named_tokens(path))
         case _:
             return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
     raise BadInput(path, expected=EXPECTED, found=kind.value, todo=todo)

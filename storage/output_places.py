@@ -178,5 +178,6 @@ def check_home(output: Path) -> Path:
     if not home.is_dir():
         raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):
-        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
+        todo = "Change its permissions, or name another place"
+        raise BadInput(home, expected="a directory that we may write to", found="no permission to", todo=todo)
     return home

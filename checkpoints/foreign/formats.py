@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from ...parallel_state import BadInput
 from ...storage.catalog import Catalog, in_one_file
-from ...storage.file_names import SOURCES, kinds_of, named_tokens
+from ...storage.file_names import SOURCES, FolderKind, kinds_of, named_tokens
 from ...storage.leftovers import why_absent
 from ...storage.torch_archive import open_state_dict
 from . import dcp, megatron_dist, megatron_legacy, meta
@@ -92,6 +92,9 @@ def refuse_unknown(path: Path, *, of_others: bool) -> None:
         if path.suffix != ".safetensors":
             todo = "Name the folder of a model or a checkpoint"
         raise BadInput(path, expected=EXPECTED, found="a file", todo=todo)
+    if FolderKind.TOKENS in kinds_of(path):
+        todo = OF_TOKENS.format(named_tokens(path))
+        raise BadInput(path, expected=EXPECTED, found=FolderKind.TOKENS.value, todo=todo)
     children = sorted(path.iterdir())
     if any(_OF_DEEPSPEED.fullmatch(file.name) for each in (path, *children) for file in _entries(each)):
         todo = "DeepSpeed's zero_to_fp32.py in that folder writes its weights: convert what it writes"
