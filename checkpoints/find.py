@@ -47,7 +47,7 @@ class Found:
 def warn_of(passed_over: Iterable[str]) -> None:
     """Issue a warning for each of these lines; every reader of a run's newest checkpoint does so."""
     for line in passed_over:
-        warnings.warn(line, stacklevel=3)
+        warnings.warn(line, stacklevel=2)  # the next frame may be Python's own, of a decorator
 
 
 def step_directory(root: Path, step: int) -> Path:

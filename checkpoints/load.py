@@ -201,6 +201,7 @@ def _check_same_fields(
     for key in type(mine).model_fields:
         expected, actual = getattr(mine, key), getattr(stored, key)
         if expected != actual and key != free:
+            expected, actual = ("null" if each is None else each for each in (expected, actual))
             raise BadCheckpoint(source.path, prefix + key, expected=expected, found=actual, todo=todo)
 
 

@@ -100,7 +100,7 @@ def model_tensors(
     ignored += [] if table is None else map(re.compile, table.ignored)
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     extra = [name for name, rest in others.items() if not any(each.fullmatch(rest) for each in ignored)]
-    _check_names(where, names, extra, family, shapes)
+    _check_names(where, names, extra, family, shapes, can_ignore=table is not None)
     stated = family.declarations(config)[0] if family.adopted else {}  # the zoo has no integers
     dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
     for name in used:
@@ -165,7 +165,13 @@ def further_prefixes(family: Family, config: ModelConfig) -> Iterator[str]:
 
 
 def _check_names(
-    where: Path, names: Names, extra: Sequence[str], family: Family, shapes: Mapping[str, Shape]
+    where: Path,
+    names: Names,
+    extra: Sequence[str],
+    family: Family,
+    shapes: Mapping[str, Shape],
+    *,
+    can_ignore: bool,
 ) -> None:
     """Refuse a model's tensor that has no stored one, and a stored tensor that is of no use."""
     if missing := [name for name in shapes if name not in names]:
@@ -179,4 +185,9 @@ def _check_names(
         raise BadInput(where, missing[0], expected="a tensor for it", found=there, todo=todo)
     if extra:
         todo = "The config does not describe it; nothing is ignored silently"
+        if can_ignore:
+            pattern = re.escape(extra[0].split(".")[0]) + r"\..*"
+            if any(re.fullmatch(pattern, piece.stored) for pieces in names.values() for piece in pieces):
+                pattern = re.escape(extra[0])
+            todo += f". To leave it out, --names with a .toml file: ignored = ['{pattern}']"
         raise BadInput(where, extra[0], expected="no such tensor", found="one", todo=todo)

@@ -13,14 +13,13 @@ from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import CHECKPOINTS, CONFIG, MANIFEST, SOURCES, FolderKind, kind_of_folder
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.output_places import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
 from ..system import counted, no_garbage_search
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.checkpoint import ForeignCheckpoint, check_stated
-from .foreign.formats import Format, format_of
+from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_unknown
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
@@ -36,8 +35,6 @@ from .model_tensors import (
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
-
-_EXPECTED = "a Hugging Face folder or a checkpoint"
 
 
 @dataclass
@@ -179,11 +176,12 @@ def read_source(
     """
     path = local_folder(path)
     if not path.exists():
-        actual, todo = why_absent(path)
-        raise BadInput(path, expected=_EXPECTED, found=actual, todo=todo)
+        refuse_absent(path)
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
         return _foreign(path, form, config, names, implementation)
+    if kind in (FolderKind.OTHER, FolderKind.TOKENS):
+        refuse_unknown(path, of_others=config is not None)
     if config is not None or names is not None:
         actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
         raise BadInput(path, expected="a checkpoint of another project", found=actual, todo=todo)
@@ -198,11 +196,9 @@ def read_source(
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
         case FolderKind.UNFINISHED:
             todo = "Run the command that makes it again"
-        case FolderKind.TOKENS:
-            todo = ""
         case _:
             return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
-    raise BadInput(path, expected=_EXPECTED, found=kind.value, todo=todo)
+    raise BadInput(path, expected=EXPECTED, found=kind.value, todo=todo)
 
 
 def foreign_format(path: str | Path) -> Format | None:

@@ -16,8 +16,8 @@ def main() -> NoReturn:
 
     search_less_often()
     open_closed_streams()
+    from ..system import format_warning
     from .app import run
-    from .shared.say import format_warning
 
     warnings.formatwarning = format_warning
     end(run(sys.argv[1:]))

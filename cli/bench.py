@@ -44,18 +44,21 @@ def bench(
     from ..machine import measure
     from ..machine.measure.cases import PARTS, Case
     from ..machine.measure.run import Row, check_parts, make_page, report_json, shown_figure
-    from ..storage.file_names import kinds_of
+    from ..storage.file_names import FolderKind, kinds_of
     from ..storage.output_places import check_output_file, make_folder
     from ..storage.staging import output_file
 
     parts = tuple(PARTS) if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
     if out.is_dir() and any(out.iterdir()):
-        raise BadInput(out, expected="a new folder, or an empty one", found="files in it")
+        todo = "Name another place with --out"
+        raise BadInput(out, expected="a new folder, or an empty one", found="files in it", todo=todo)
     for folder in out.absolute().parents:
-        if folder.is_dir() and (kinds := kinds_of(folder)):
-            around = f"{folder}, {kinds[0].value}"
-            raise BadInput(out, expected="a place outside other folders of trilith's", found=around)
+        kinds = kinds_of(folder) if folder.is_dir() else []
+        if kinds and kinds != [FolderKind.TOKENS]:  # token files lie where one works
+            around, todo = f"{folder}, {kinds[0].value}", "Name another place with --out"
+            expected = "a place outside other folders of trilith's"
+            raise BadInput(out, expected=expected, found=around, todo=todo)
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)

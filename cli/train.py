@@ -76,7 +76,7 @@ def train(
     of_dry = {"--rank": rank, "--exact": exact or None, "--html": html}
     for option, value in of_dry.items():
         if value is not None:
-            raise BadInput("train", option, expected="--dry-run with it", found=value)
+            raise BadInput("train", option, expected="--dry-run with it", found="none")
 
     from ..training import run
 

@@ -9,6 +9,7 @@ from ..data.text.tokenizer_loading import Message, Tokenizer
 from ..parallel_state import BadInput, require
 from ..storage.small_files import Line, read_json_lines, read_text
 from ..storage.strict_json import shown
+from ..system import literal
 
 #: A file of prompts is read whole, so it has a largest size. Unit: bytes.
 PROMPTS = 64 << 20
@@ -49,7 +50,7 @@ def prompt_ids(
             messages = [{"role": "system", "content": system}, *messages]
         ids = tokenizer.chat(messages)
     if not ids:
-        raise BadInput(where, "prompt", expected="at least one token", found=repr(prompt)[:80])
+        raise BadInput(where, "prompt", expected="at least one token", found=literal(prompt))
     return ids
 
 

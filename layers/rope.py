@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state import BadInput
+from ..system import literal
 from .autocast import without_autocast
 
 
@@ -134,7 +135,7 @@ def inverse_frequencies(
         key = "long_factor" if long else "short_factor"
         factors = scaling.get(key)
         if not isinstance(factors, list | tuple) or len(factors) != len(waves):
-            raise BadInput("rope", key, expected=f"{len(waves)} numbers", found=repr(factors)[:80])
+            raise BadInput("rope", key, expected=f"{len(waves)} numbers", found=literal(factors))
         inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * waves)
         return inverse
     factor = _number(scaling, "factor")
@@ -212,5 +213,5 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: Scaling, original: float) -
 def _number(scaling: Scaling, key: str) -> float:
     value = scaling.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise BadInput("rope", key, expected="a number", found=repr(value))
+        raise BadInput("rope", key, expected="a number", found=literal(value))
     return float(value)

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from ..parallel_state import BadInput
+from ..system import literal
 from .base.keys import MOST_BLOCKS, Factor, Whole, key, names
 from .base.rope_config import RopeScaling, read_scaling
 from .llama import LlamaConfig
@@ -68,7 +69,7 @@ class LayerRopesConfig(LayerTypesConfig):
             whole, local = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
             if not (ropes.keys() <= {FULL, SLIDING} and isinstance(whole, dict) and isinstance(local, dict)):
                 expected = f"an object each for {FULL} and {SLIDING}"
-                raise BadInput(where, "rope_parameters", expected=expected, found=repr(ropes)[:80])
+                raise BadInput(where, "rope_parameters", expected=expected, found=literal(ropes))
             fields = {**fields, "rope_parameters": whole or None}
         most = {"max_position_embeddings": fields.get("max_position_embeddings")}
         fields = super().prepare(fields, where)

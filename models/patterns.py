@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ..parallel_state import BadInput
-from ..system import OverLimit, bounded
+from ..system import OverLimit, bounded, literal
 
 #: Characters of a pattern, and seconds of processor time for all its searches: a usual one takes
 #: microseconds.
@@ -45,7 +45,7 @@ class Pattern:
             shown = self.pattern if len(self.pattern) <= 80 else f"{self.pattern[:80]}…"
             raise BadInput(
                 "pattern",
-                repr(shown),
+                literal(shown),
                 expected=f"a regular expression that is decided within {PATIENCE:g} s over all names",
                 found=f"one that takes longer on {name[:80]!r}",
                 todo="Avoid a repetition inside a repetition, such as (a+)+",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
+from ..system import literal
 from .base.family import Family
 from .base.keys import MOST_BLOCKS, Experts, HeadDim, Share, Whole, Width
 from .base.names import fused
@@ -40,7 +41,7 @@ class DeltaNetConfig(Qwen3Config, PartialRotaryConfig):
         count, interval = fields.get("num_hidden_layers"), fields.get(_INTERVAL)
         interval = 4 if interval is None else interval
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-            raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=repr(interval)[:80])
+            raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=literal(interval))
         if fields.get("layer_types") is None and isinstance(count, int):
             numbers = range(1, min(count, MOST_BLOCKS) + 1)
             fields["layer_types"] = tuple(LINEAR if number % interval else FULL for number in numbers)

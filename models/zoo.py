@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_toml
+from ..system import literal
 from .base.config import ModelConfig
 from .base.family import Family
 from .from_transformers import family_of_type
@@ -64,12 +65,12 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
         listed = f"one of the {len(FAMILIES)} types that `trilith models` lists"
         expected, todo = f"{listed}, or another of transformers'", f"Nearest: {near[0]}" if near else ""
-        raise BadInput(where, "model_type", expected=expected, found=repr(kind)[:80], todo=todo)
+        raise BadInput(where, "model_type", expected=expected, found=literal(kind), todo=todo)
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:
         expected = f"[{family.architecture!r}], which predicts the next token"
         todo = "A checkpoint that was saved as another class has another output layer or other blocks"
-        actual = repr(architectures)[:80]
+        actual = literal(architectures)
         raise BadInput(where, "architectures", expected=expected, found=actual, todo=todo)
     return family
 

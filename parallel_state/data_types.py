@@ -2,6 +2,7 @@
 
 import torch
 
+from ..system import literal
 from ..system.errors import BadInput
 
 _NAMES = ("float64", "float32", "bfloat16", "float16")
@@ -22,5 +23,5 @@ def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.d
     """Return the torch dtype with this name or spelling; raise ``BadInput`` if there is none."""
     dtype = DTYPES.get(dtype_name(name))
     if dtype is None:
-        raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=repr(name))
+        raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=literal(name))
     return dtype

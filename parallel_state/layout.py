@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from math import lcm
 from typing import Any, NoReturn, Self, cast
 
-from ..system import counted
+from ..system import counted, literal
 from ..system.errors import BadInput, nearest, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
@@ -61,7 +61,7 @@ class Layout:
             switch = isinstance(least, bool)
             if not isinstance(number, int) or isinstance(number, bool) != switch or number < least:
                 expected = "true or false" if switch else f"a whole number from {least} up"
-                refuse_layout(field.name, expected, repr(number))
+                refuse_layout(field.name, expected, literal(number))
         if self.zero > 3:
             refuse_layout("zero", "0, 1, 2 or 3", self.zero)
         if self.zero == 0 and self.data_shard > 1:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from ..system import search_garbage_rarely
+from ..system import format_warning, search_garbage_rarely
 from ..system.process_end import end
 from .messages import LEAVE, LIFE, READY, Call, Raised, Setting
 from .pickling import pack, pack_exception, unpack
@@ -231,6 +232,7 @@ def _report_ended(lives: dict[int, int]) -> None:
 
 def start() -> NoReturn:
     """Be a template: the arguments of the command line are a descriptor and the modules to import."""
+    warnings.formatwarning = format_warning
     # What is imported here no rank need import: pipelining and FSDP import torch's compiler, 1.5 s a rank.
     for name in sys.argv[2:]:
         importlib.import_module(name)

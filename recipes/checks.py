@@ -55,8 +55,7 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
     model = recipe.model
     size, config = model.size, model.config
     missing = size is None and model.init_from is None and config is None and model.module is None
-    stated = model.model_dump(exclude={"module", "arguments"})
-    yield Rule(missing, "model", "init_from, config, size or module", stated)
+    yield Rule(missing, "model", "init_from, config, size or module", "none of them")
     if size is not None:
         published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"
@@ -195,7 +194,7 @@ def _idle(recipe: Recipe) -> Iterator[Rule]:
 
 
 def without_effect(recipe: Recipe) -> list[str]:
-    """Return a line for each key of the layout that does nothing on so few ranks; a layout with more may be
+    """Return a line for each key that does nothing on so few ranks, or on a CPU; more ranks, or a GPU, may be
     chosen on the command line, so they are not refused.
     """
     layout = recipe.layout_section
@@ -204,11 +203,14 @@ def without_effect(recipe: Recipe) -> list[str]:
         "ring": (layout.ring, "context", layout.context),
         "virtual_stages": (layout.virtual_stages is not None, "pipeline", layout.pipeline),
     }
-    return [
+    lines = [
         f"layout.{key} has no effect with {axis} = 1"
         for key, (is_set, axis, ranks) in needs.items()
         if is_set and ranks == 1
     ]
+    if recipe.memory.offload and recipe.device == "cpu":
+        lines.append("memory.offload saves nothing on a CPU, whose memory is the host's")
+    return lines
 
 
 def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, where: str) -> None:
@@ -235,6 +237,8 @@ def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Rule]:
     absent = [rank for rank in recipe.watch.trace_ranks if not 0 <= rank < layout.world]
     expected = f"ranks from 0 to {layout.world - 1}"
     yield from (Rule(True, "watch.trace_ranks", expected, rank) for rank in absent)
+    late = [step for step in recipe.watch.trace_steps if step > recipe.steps]
+    yield from (Rule(True, "watch.trace_steps", f"steps from 1 to {recipe.steps}", step) for step in late)
 
 
 def compile_rules(recipe: Recipe, memory: MemorySection, layout: Layout, schedule: str) -> Iterator[Rule]:

@@ -14,6 +14,7 @@ from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validat
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
+from ..system import literal
 from .checks import check_recipe, compile_rules
 from .section import LossScaleSection, OptimizerSection, PathText, Wait, nearest, nearest_key
 from .sections import (
@@ -186,7 +187,7 @@ def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         for name in names:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                raise BadInput("override", key, expected="a section", found=f"{name}={section!r}")
+                raise BadInput("override", key, expected="a section", found=f"{name}={literal(section)}")
         section[last] = _value(text.strip(), key)
     return raw
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..parallel_state import BadInput, PeerFailed
 from ..storage.disk import DiskFailed, writing
+from ..storage.file_names import FolderKind, kinds_of
 from ..storage.small_files import log_line, read_good_lines
 from ..system import counted
 from .heartbeat import RankStatus, all_status, first_failure, status_folder
@@ -29,6 +30,7 @@ _FACTS: dict[str, dict[str, type]] = {
     "saved": {"checkpoint": str},
     "finished": {"goal": int},
 }
+NAME_A_RUN = "Name the folder that the key out of its recipe names; `trilith train RECIPE` starts a run there"
 #: The end of the year 9999, after which no date can be written.
 _LAST_SECOND = 253402300799
 
@@ -144,6 +146,10 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
         begun = _changed(since)
         known = [status for status in known if status.time >= begun]
     if not known:
+        if since is None and not folder.is_dir():
+            raise BadInput(run, expected="a run's folder", found=what_is_there(run), todo=NAME_A_RUN)
+        if folder.is_dir():
+            os.listdir(folder)  # which raises for one that may not be read
         when = "" if since is None else f" since {since} was written"
         raise BadInput(
             run, "status", expected="a run's folder", found=f"no rank that started{when}",
@@ -153,6 +159,14 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
     ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
     last = _judged(ranks, first_failure(folder, run=start))
     return replace(last, text=last.text + _more_of(run, last.code))
+
+
+def what_is_there(folder: Path) -> str:
+    """Return what there is in the place of a run's folder, in words."""
+    if not folder.is_dir():
+        return "a file"
+    kind = next(iter(kinds_of(folder)), None)
+    return "a folder without a run" if kind in (None, FolderKind.RUN) else kind.value
 
 
 def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:

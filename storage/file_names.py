@@ -27,6 +27,9 @@ ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.jso
 #: The index of a checkpoint of ``torch.distributed.checkpoint``.
 DCP_METADATA = ".metadata"
 
+#: How the name of a token file's list of documents ends.
+_DOCUMENTS = ".docs.npy"
+
 #: In a run's folder, the checkpoints; and what a run writes there besides.
 CHECKPOINTS = "checkpoints"
 _OF_A_RUN = {"run.lock", "metrics.jsonl", "events.jsonl"}
@@ -145,14 +148,25 @@ def kinds_of(folder: Path) -> list[FolderKind]:
     kinds = [kind for kind, sign in signs.items() if sign]
     if not kinds and _OF_A_RUN & names:
         kinds.append(FolderKind.RUN)
-    if not kinds and any(name.endswith(".docs.npy") for name in names):
+    if not kinds and any(name.endswith(_DOCUMENTS) for name in names):
         kinds.append(FolderKind.TOKENS)
     return kinds
 
 
+def named_tokens(path: Path) -> Path | None:
+    """Return the name of a token file, without an ending: of the first in a folder, or of that whose name, or
+    ``.bin``, ``path`` is; ``None`` if there is none.
+    """
+    if path.is_dir():
+        names = sorted(name for name in os.listdir(path) if name.endswith(_DOCUMENTS))
+        return path / names[0].removesuffix(_DOCUMENTS) if names else None
+    name = path.with_name(path.name.removesuffix(".bin"))
+    return name if os.path.lexists(f"{name}{_DOCUMENTS}") else None
+
+
 def holds_steps(folder: Path) -> bool:
     """Return whether a run has begun to save in the folder: a folder in it has the name of a step."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # nor one around which may not be read
         return False
     with os.scandir(folder) as entries:
         return any(_is_step(entry.name) and entry.is_dir() for entry in entries)

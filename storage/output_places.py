@@ -98,6 +98,7 @@ def check_output_file(
         raise BadInput(out, expected="a file in a folder that exists", found=actual, todo=todo)
     if out.is_dir():
         raise BadInput(out, expected="a file to write", found="a folder", todo="Name a file in it")
+    check_home(out)
     if not out.exists():
         return
     if not stat.S_ISREG(out.stat().st_mode):
@@ -134,7 +135,8 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
     need -= bytes_of_leftovers(output)
     if need * _SPARE > free:
         expected = f"{decimal(round(need * _SPARE))} free ({decimal(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=decimal(free))
+        todo = "Make room on the disk, or name a place on another one"
+        raise BadInput(output, expected=expected, found=decimal(free), todo=todo)
 
 
 def check_free(output: Path) -> None:
@@ -145,8 +147,11 @@ def check_free(output: Path) -> None:
         if not output.is_dir():
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
-            clear_leftovers(output, lock_only=True)
             actual, todo = "one with files in it", "Choose another name or remove it first"
+            if clear_leftovers(output, lock_only=True) and not leftovers(output):
+                # Killed between the rename and the end: it would have another name if it were not complete.
+                actual = "a complete one, and the lock of the command that was killed after it had written it"
+                todo = "The lock is removed: use the folder, or choose another name"
             raise BadInput(output, expected="a new or empty directory", found=actual, todo=todo)
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
             place, todo = "the folder that the command runs in", "Name a new folder in it"
@@ -167,7 +172,8 @@ def check_home(output: Path) -> Path:
     if not home.is_dir():
         raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):
-        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
+        todo = "Change its permissions, or name another place"
+        raise BadInput(home, expected="a directory that we may write to", found="no permission to", todo=todo)
     return home
 
 
@@ -195,16 +201,19 @@ def clear_unfinished(root: Path) -> None:
         clear_leftovers(root / name)
 
 
-def clear_leftovers(output: Path, *, lock_only: bool = False) -> None:
-    """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
-    left = [] if lock_only else leftovers(output)
-    if not left and not beside(output, _LOCK).exists():
-        return
+def clear_leftovers(output: Path, *, lock_only: bool = False) -> bool:
+    """Remove what killed runs left beside ``output``, unless somebody is writing it now; return whether a
+    lock was removed.
+    """
+    left, lock_file = [] if lock_only else leftovers(output), beside(output, _LOCK)
+    if not left and not lock_file.exists():
+        return False
     with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
         lock = lock_output(output)
         for path in left:
             Disk().remove_tree(path)
         lock.remove()
+    return not lock_file.exists()
 
 
 def bytes_of_leftovers(output: Path) -> int:

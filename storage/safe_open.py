@@ -25,6 +25,7 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
         status = os.stat(path)
     except FileNotFoundError:
         dangling = f"a link to {os.readlink(path)}, which is absent" if path.is_symlink() else "nothing there"
+        todo = todo or "Copy the file here, or name another"
         raise kind(path, expected="a file", found=dangling, todo=todo) from None
     except OSError as error:
         raise from_os_error(error, path, expected="a file", kind=kind) from None
@@ -32,7 +33,8 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
         raise kind(path, expected="a file", found=str(error)) from None
     if not stat.S_ISREG(status.st_mode):
         file_kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise kind(path, expected="a regular file", found=file_kind)
+        todo = todo or "Put the file itself in its place, or name another"
+        raise kind(path, expected="a regular file", found=file_kind, todo=todo)
     return status
 
 

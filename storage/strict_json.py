@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..parallel_state import BadInput
+from ..system import literal
 
 #: Nested levels of lists and objects. Real configurations have fewer than ten.
 DEEPEST = 100
@@ -85,12 +86,16 @@ def refuse_pointer(raw: bytes, where: object) -> None:
 
 
 def what_it_looks_like(raw: bytes) -> str:
-    """Return what to do if the first bytes are of a git-lfs pointer, a web page or UTF-16, else nothing."""
+    """Return what to do if the first bytes are of a git-lfs pointer, a web page, an archive or UTF-16, else
+    nothing.
+    """
     head = raw[:256].lstrip().lower()
     if head.startswith(_POINTER):
         return "This is a git-lfs pointer, not the file: run git lfs pull"
     if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "This is a web page saved under the file's name: download the file again"
+    if raw.startswith(b"PK\x03\x04"):
+        return "This is an archive, such as torch.save writes (training_args.bin), not text: write it as JSON"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "This looks like UTF-16: save it as UTF-8, such as with iconv -f utf-16 -t utf-8"
     return ""
@@ -98,7 +103,7 @@ def what_it_looks_like(raw: bytes) -> str:
 
 def shown(text: object, limit: int = 80) -> str:
     """Return untrusted text as one short line for an error message."""
-    line = repr(text)
+    line = literal(text, limit + 1)
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .addresses import with_addresses
 from .refusals import refusal_of
+from .text import literal
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -37,6 +38,10 @@ def nearest_multiples(key: str, of: int, actual: int) -> str:
     return nearest(key, [n for n in (below, below + of) if n], actual)
 
 
+def _in_words(fact: object) -> object:
+    return literal(fact, 1000) if isinstance(fact, bool | tuple) else fact
+
+
 class BadInput(ValueError):
     """Report input, configuration or a layout that cannot be used.
 
@@ -56,8 +61,8 @@ class BadInput(ValueError):
         todo: str = "",
     ) -> None:
         place = f"{where}" if key is None else f"{where}: {key}"
-        facts = [f"expected {expected}"] if expected is not None else []
-        facts += [f"found {found}"] if found is not None else []
+        both = {"expected": expected, "found": found}
+        facts = [f"{word} {_in_words(fact)}" for word, fact in both.items() if fact is not None]
         self.where, self.key, self.expected, self.found, self.todo = where, key, expected, found, todo
         message = f"{place}: {', '.join(facts)}" if facts else place
         super().__init__(with_addresses(f"{message}. {todo}" if todo else message))
@@ -136,7 +141,7 @@ def from_validation(
         missing = dict.fromkeys(key_of(each) for each in (first, *others) if each["type"] == "missing")
         expected = "a value" if len(missing) == 1 else "a value each"
         return kind(where, ", ".join(missing), expected=expected, found="nothing")
-    text = repr(first["input"])
+    text = literal(first["input"], 81)
     return kind(
         where,
         key,

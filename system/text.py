@@ -5,7 +5,13 @@ rename the window or turn the reading direction. Each becomes its escape, such a
 """
 
 import re
+import warnings
+from itertools import islice
+from pathlib import Path
 
+#: Where our modules lie.
+_PACKAGE = Path(__file__).resolve().parents[1]
+_format_with_code = warnings.formatwarning
 #: C0 without tab and line feed, delete, C1, the line and paragraph separators, what turns the direction, and
 #: halves of surrogate pairs, which no terminal takes.
 _COMMANDS = re.compile(
@@ -22,6 +28,42 @@ def visible(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     number = ord(match[0])
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+def literal(value: object, most: int = 80) -> str:
+    """Return the beginning of a value as a recipe and a ``config.json`` spell it, but a text as Python does.
+
+    >>> literal({"qk_norm": True, "window": None, "sizes": (4, 'a')})
+    "{'qk_norm': true, 'window': null, 'sizes': [4, 'a']}"
+    """
+    match value:
+        case _ if most <= 0:
+            text = ""  # an entry so deep within others that nothing of it would be seen
+        case bool():
+            text = str(value).lower()
+        case None:
+            text = "null"
+        case list() | tuple():
+            text = f"[{', '.join(literal(entry, most - 1) for entry in value[:most])}]"
+        case dict():
+            entries = islice(value.items(), most)
+            text = f"{{{', '.join(f'{key!r}: {literal(entry, most - 1)}' for key, entry in entries)}}}"
+        case _:
+            text = repr(value)
+    return text[:most]
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format a warning of ours as one line for users; one of a library as Python does, with its code.
+
+    It stands in for ``warnings.formatwarning``.
+    """
+    file = Path(filename).resolve()
+    if not file.is_relative_to(_PACKAGE) or "site-packages" in file.relative_to(_PACKAGE).parts:
+        return _format_with_code(message, category, filename, lineno, line)
+    return f"warning: {' '.join(visible(str(message)).split())}\n"
 
 
 #: Digits of the longest number that is read: below 2^63, and no program writes more.

@@ -21,6 +21,7 @@ from ..recipes.section import ParameterGroup
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
+from ..system import literal
 from ..system.user_errors import asked
 from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
@@ -178,7 +179,7 @@ def _check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str
     for name in dims.keys() & samples.keys():
         dim, count = dims[name], samples[name].ndim
         is_dim = type(dim) is int and -count <= dim < count
-        require(is_dim, "recipe", key, f"a dim of {name}, which has {count}", repr(dim))
+        require(is_dim, "recipe", key, f"a dim of {name}, which has {count}", literal(dim))
 
 
 def check_held_out(

@@ -57,9 +57,27 @@ def check_progress(
             paths = [str(file.path) for file in batches.files] if isinstance(batches, GlobalBatches) else []
             files = f", of {', '.join(paths)}" if paths else ""
             raise BadInput(
-                newest, key if key == "seed" else f"data.{key}", expected=stored, found=f"{value}{files}",
+                newest, _recipe_key(recipe, key, f"{stored}", f"{value}"),
+                expected="what the run began with, which is not stated" if stored is None else stored,
+                found=f"{value}{files}",
                 todo="Resume with the data that the run began with, or start a new run with model.init_from",
             )  # fmt: skip
+
+
+def _recipe_key(recipe: Recipe, key: str, stored: str = "", now: str = "") -> str:
+    """Return the key of the recipe that decides a fact of ``identity_of_run``: ``now``, and as it was stored.
+
+    A fingerprint of one file ends with that of its tokens, and begins with how rows are made of them.
+    """
+    section, _, fact = key.rpartition(".")
+    section = section or "data"
+    if fact == "fingerprint" and recipe.data.module is not None:
+        return f"{section}.module"
+    if fact == "fingerprint":
+        same = stored.rpartition(" ")[2] == now.rpartition(" ")[2] != "" and " + " not in stored + now
+        how = "samples" if " samples of " in now else "documents"
+        return f"{section}.{how if same else 'tokens'}"
+    return f"{section}.{fact}" if fact in type(recipe.data).model_fields else key
 
 
 def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> None:
@@ -71,8 +89,8 @@ def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> No
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
             require(
-                other.get(key) == value, "recipe", key, f"{value}, the same on every rank",
-                f"rank {rank}: {other.get(key)}",
+                other.get(key) == value, "recipe", _recipe_key(recipe, key),
+                f"{value}, the same on every rank", f"rank {rank}: {other.get(key, 'not set')}",
                 "Copy the files of one host to all, or name them in a folder that all share",
             )  # fmt: skip
 

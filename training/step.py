@@ -27,7 +27,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import fsdp_modules, is_sharded
 from ..pipeline import Stages, check_schedule, evaluating, schedule_kind
-from ..system import counted
+from ..system import counted, literal
 from .loss import Loss, as_loss, refuse_uncut
 from .precision import computing, dtypes_of
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
@@ -62,7 +62,7 @@ class Step:
         state: ParallelState | None = None,
     ) -> None:
         whole = type(micro_batch) is int and micro_batch >= 1
-        require(whole, "step", "micro_batch", "a whole number of 1 or more", repr(micro_batch))
+        require(whole, "step", "micro_batch", "a whole number of 1 or more", literal(micro_batch))
         try:
             re.compile(unused or "")
         except re.error as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ...models import ModelConfig
 from ...parallel_state import BadInput
 from ...storage.catalog import Catalog
-from ...system import counted
+from ...system import counted, literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Stated:
             return f"{self.value.start} to {self.value.stop - 1}"
         if isinstance(self.value, frozenset):
             return f"one of {', '.join(sorted(map(str, self.value)))}"
+        if isinstance(self.value, bool):
+            return literal(self.value)
         return " ".join(map(str, self.value)) if isinstance(self.value, tuple) else str(self.value)
 
 

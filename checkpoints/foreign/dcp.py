@@ -55,13 +55,15 @@ _STEP = re.compile(r"(?:.*\.)?train_state\.step")
 
 
 def recognise(path: Path) -> bool:
-    """Return whether this is a folder of DCP, or the folder of Accelerate that holds two of them."""
+    """Return whether this is a folder of DCP, or the folder of Accelerate that holds two of them; a copy that
+    lacks the hidden ``.metadata`` is one too.
+    """
     return path.is_dir() and bool(_folders(path))
 
 
 def _folders(path: Path) -> list[Path]:
     folders = (path, *(path / name for name in _ACCELERATE))
-    return [folder for folder in folders if (folder / DCP_METADATA).is_file()]
+    return [folder for folder in folders if (folder / DCP_METADATA).is_file() or any(folder.glob("*.distcp"))]
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -96,6 +98,9 @@ def read_tensors(path: Path, further: Mapping[str, Maker | None] | None = None) 
     ``further``: names that a writer adds to those of DCP in ``.metadata``.
     """
     where = path / DCP_METADATA
+    if not where.exists():
+        todo = "Copy it too: `cp FOLDER/*` leaves out a name that begins with a dot"
+        raise BadInput(where, expected="the index of the *.distcp beside it", found="no such file", todo=todo)
     raw = read_small(contained(path, DCP_METADATA), _MOST_BYTES)
     top = read_records(raw, where, {**NAMES, **(further or {})}, opcodes=_MOST_OPCODES)
     listed, stored = _fields(top, "Metadata", where, "state_dict_metadata", "storage_data")

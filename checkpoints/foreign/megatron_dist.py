@@ -6,6 +6,7 @@ layer as its first dim; here they get names with numbers. Source: ``megatron/cor
 ``optimizer/distrib_optimizer.py``.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -46,9 +47,12 @@ MOST_LAYERS = 1 << 16
 
 
 def recognise(path: Path) -> bool:
-    """Return whether this is a folder of Megatron's distributed checkpoints, or of their steps."""
+    """Return whether this is a folder of Megatron's distributed checkpoints, or of their steps; a copy that
+    lacks one of Megatron's two files is one too.
+    """
     folder = step_folder(path) if path.is_dir() else path
-    return folder.is_dir() and (folder / _CONFIG).is_file() and (folder / _COMMON).is_file()
+    present = [name for name in (_CONFIG, _COMMON) if os.path.lexists(folder / name)]
+    return folder.is_dir() and (len(present) == 2 or (bool(present) and any(folder.glob("*.distcp"))))
 
 
 def read(path: Path) -> ForeignCheckpoint:

@@ -145,7 +145,8 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
         if (t, p) not in there:
             name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "")
             expected = f"{tensor} tensor ranks of {pipeline} pipeline ranks"
-            raise BadInput(folder, name, expected=expected, found="no such folder")
+            actual = f"one without {_FILES[0]}" if (folder / name).is_dir() else "no such folder"
+            raise BadInput(folder, name, expected=expected, found=actual, todo="Copy the ranks of all hosts")
     if len({len(rank.models) for rank in ranks}) > 1 or not ranks[0].models:
         counts = ", ".join(str(len(rank.models)) for rank in ranks)
         raise BadInput(folder, expected="as many models in every rank's file", found=counts)

@@ -47,13 +47,16 @@ def read(path: Path) -> ForeignCheckpoint:
     numbers = sorted(int(match[1]) for child in path.iterdir() if (match := _PART.fullmatch(child.name)))
     if numbers != [*range(len(numbers))]:
         missing = min(set(range(numbers[-1])) - {*numbers})
-        expected = "a part for every rank"
-        raise BadInput(path / f"consolidated.{missing:02d}.pth", expected=expected, found="none")
+        expected, part = "a part for every rank", path / f"consolidated.{missing:02d}.pth"
+        raise BadInput(part, expected=expected, found="none", todo="Copy it too")
     files = [open_state_dict(path / f"consolidated.{number:02d}.pth") for number in numbers]
     names = files[0].tensors.keys()
     for file in files[1:]:
         if differing := sorted(names ^ file.tensors.keys()):
-            raise BadInput(file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}")
+            raise BadInput(
+                file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}",
+                found="another", todo="A part is of another checkpoint: copy all parts of one",
+            )  # fmt: skip
     tensors = Catalog({name: _joined(name, files, params.get("dim")) for name in names})
     return ForeignCheckpoint(path, FORM, tensors, stated=_stated(params, where), names="meta")
 

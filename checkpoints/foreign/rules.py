@@ -35,9 +35,10 @@ class Table(StrictRecord):
 
     ``prefix``: what precedes every foreign name in some checkpoints. ``ignored``: patterns (regular
     expressions for the whole name) of foreign tensors that are no weights, such as rotary frequencies.
+    Without a ``rule`` the names are Hugging Face's.
     """
 
-    rule: list[Rule] = Field(min_length=1)
+    rule: list[Rule] = Field(default_factory=list)
     detect: str = ""
     prefix: str = ""
     ignored: list[str] = Field(default_factory=list)
@@ -90,15 +91,17 @@ def choose_table(
     """Return the table of names: the one asked for, the format's own, Hugging Face's names, or a known one
     whose ``detect`` is there. ``BadInput`` if none of these fits.
     """
-    if (name := names or checkpoint.names) is not None:
-        return table_named(name)
+    name = names or checkpoint.names
+    asked = Table() if name is None else table_named(name)
+    if asked.rule:
+        return asked
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    if (table := rename_all(shapes, hf)) is not None:
-        return table
+    if (own := rename_all(shapes, hf)) is not None:
+        return own.model_copy(update={"ignored": asked.ignored})
     for known in known_tables():
         table = table_named(known)
         if table.detect and table.prefix + table.detect in shapes:
-            return table
+            return table.model_copy(update={"ignored": table.ignored + asked.ignored})
     seen = ", ".join(sorted(shapes)[:3])
     todo = f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules"
     expected = "Hugging Face's names or those of a known table"

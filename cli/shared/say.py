@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,23 +18,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
     from rich.text import Text
-
-#: Where our modules lie.
-_PACKAGE = Path(__file__).resolve().parents[2]
-_format_with_code = warnings.formatwarning
-
-
-def format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Format a warning of ours as one line for users; one of a library as Python does, with its code.
-
-    It stands in for ``warnings.formatwarning``.
-    """
-    file = Path(filename).resolve()
-    if not file.is_relative_to(_PACKAGE) or "site-packages" in file.relative_to(_PACKAGE).parts:
-        return _format_with_code(message, category, filename, lineno, line)
-    return f"warning: {' '.join(visible(str(message)).split())}\n"
 
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:

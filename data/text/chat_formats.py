@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...parallel_state import BadInput
+from ...system import literal
 
 _SHARED_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
@@ -67,10 +68,10 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
             raise BadInput(where, at, expected="a message", found=f"{message!r:.80}")
         present = {name: part for name, part in message.items() if part is not None}
         if not isinstance(present.get("role"), str):
-            raise BadInput(where, f"{at}.role", expected="text", found=repr(message.get("role")))
+            raise BadInput(where, f"{at}.role", expected="text", found=literal(message.get("role")))
         if not isinstance(present.get("content"), str | list) and "tool_calls" not in present:
             expected = "text or a list of parts"
-            raise BadInput(where, f"{at}.content", expected=expected, found=repr(message.get("content")))
+            raise BadInput(where, f"{at}.content", expected=expected, found=literal(message.get("content")))
         messages.append(present)
     return messages
 

@@ -161,7 +161,8 @@ class FolderTokenizer:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not any((path / name).exists() for name in VOCABULARIES):
-            raise BadInput(path, expected=f"one of {', '.join(VOCABULARIES)}", found="none of them")
+            expected, todo = f"one of {', '.join(VOCABULARIES)}", "Name a folder with one by --tokenizer"
+            raise BadInput(path, expected=expected, found="none of them", todo=todo)
         self.fingerprint = fingerprint_of_folder(path)
         for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
             if file.suffix in (".json", ".jinja", ".txt", ".model"):

@@ -20,7 +20,7 @@ from ...parallel_state import (
     nearest_multiples,
     refuse_layout,
 )
-from ...system import visible
+from ...system import literal, visible
 from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, Count, Fixed, Whole, Width, check_file
 
 #: What to do about a value that transformers' code may compute, and the family's own does not.
@@ -101,17 +101,17 @@ class ModelConfig(BaseModel):
         for key in sorted(cls.HARMLESS.keys() & raw.keys() - repeated.keys()):
             value, legal = raw[key], cls.HARMLESS[key]
             if value is not None and not any(type(value) is type(each) and value == each for each in legal):
-                expected = f"{' or '.join(map(repr, legal)) or 'absent'}: this family has no other"
-                raise BadInput(where, key, expected=expected, found=repr(value)[:80], todo=OTHER_WAY)
+                expected = f"{' or '.join(map(literal, legal)) or 'absent'}: this family has no other"
+                raise BadInput(where, key, expected=expected, found=literal(value), todo=OTHER_WAY)
         raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
         fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
         for key in cls.unknown_keys(raw):
             if key not in DENIED:
-                unknown = f"{visible(key[:80])}={repr(raw[key])[:80]}"
+                unknown = f"{visible(key[:80])}={literal(raw[key])}"
                 warnings.warn(f"{where}: {unknown} is unknown and ignored", stacklevel=2)
             elif raw[key] not in (None, False, [], {}):
                 expected = "absent: it changes the model and is not supported"
-                raise BadInput(where, key, expected=expected, found=repr(raw[key])[:80])
+                raise BadInput(where, key, expected=expected, found=literal(raw[key]))
         for key, value in fields.items():
             if isinstance(value, int | float) and not math.isfinite(value):
                 raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
@@ -136,8 +136,8 @@ class ModelConfig(BaseModel):
             name = cls.OWN_NAMES.get(key, key)
             known = fields.get(name)
             if known is not None and value is not None and known != value:
-                expected = f"{known!r}, as {name} has under its other name"
-                raise BadInput(where, key, expected=expected, found=repr(value))
+                expected = f"{literal(known)}, as {name} has under its other name"
+                raise BadInput(where, key, expected=expected, found=literal(value))
             fields[name] = known if value is None else value
         return fields
 
@@ -171,9 +171,9 @@ class ModelConfig(BaseModel):
         """Refuse a key that is not read and says something else than the family's own key."""
         stated = getattr(self, key)
         if value is not None and value != stated:
-            expected = f"absent or {repr(stated)[:80]}, as {self.spelled(key)} says"
+            expected = f"absent or {literal(stated)}, as {self.spelled(key)} says"
             todo = f"transformers does not read this key: state it as {self.spelled(key)}"
-            raise BadInput(where, key, expected=expected, found=repr(value)[:80], todo=todo)
+            raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
 
     def check_count(self, where: str) -> None:
         """Refuse more blocks than could be listed."""
@@ -207,7 +207,7 @@ class ModelConfig(BaseModel):
         """Refuse the value of a field, or what was ``found`` under another key, unless ``holds``."""
         if not holds:
             value = getattr(self, key) if found is ... else found
-            shown = value if isinstance(value, int | float) else repr(value)[:80]
+            shown = value if isinstance(value, int | float) else literal(value)
             raise BadInput(where, self.spelled(key), expected=expected, found=shown)
 
     def window(self, number: int) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 
 from ...parallel_state import BadInput
+from ...system import literal
 
 
 def names(text: str) -> frozenset[str]:
@@ -74,7 +75,7 @@ def check_file(raw: Mapping[str, Any], where: str) -> None:
         known = getattr(torch, value, None) if isinstance(value, str) else None
         if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
             expected = "float32, bfloat16 or another floating type of torch's"
-            raise BadInput(where, key, expected=expected, found=repr(value)[:80])
+            raise BadInput(where, key, expected=expected, found=literal(value))
     if raw.get("auto_map"):
         warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=3)
 

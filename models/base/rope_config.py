@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from ...parallel_state import BadInput, from_validation
+from ...system import literal
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
@@ -61,7 +62,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         section = raw.get(key)
         if section is not None and not isinstance(section, dict):
-            raise BadInput(where, key, expected="an object or null", found=repr(section)[:80])
+            raise BadInput(where, key, expected="an object or null", found=literal(section))
         if section is not None or (key == "rope_scaling" and "rope_theta" in raw):
             theta = (section or {}).get("rope_theta", raw.get("rope_theta"))
             forms.append((theta, read_scaling(section or {}, raw, where, key)))
@@ -75,7 +76,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_scaling": scaling}
     if theta is not None:
         if not isinstance(theta, int | float) or isinstance(theta, bool):
-            raise BadInput(where, "rope_theta", expected="a number above 0", found=repr(theta))
+            raise BadInput(where, "rope_theta", expected="a number above 0", found=literal(theta))
         fields["rope_theta"] = float(theta)
     return fields
 
@@ -104,12 +105,14 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
             # Its share is of the pairs that turn, in an encoding of the whole head.
             if share is not None:
                 expected, name = "absent beside a proportional rope", "partial_rotary_factor"
-                raise BadInput(where, name, expected=expected, found=repr(share))
+                raise BadInput(where, name, expected=expected, found=literal(share))
         elif isinstance(inner, dict) and "partial_rotary_factor" in inner:
             rest[key], inner_share = without_share(inner), inner["partial_rotary_factor"]
             if share is not None and inner_share != share:
                 name = f"{key}.partial_rotary_factor"
-                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(inner_share))
+                raise BadInput(
+                    where, name, expected=f"{literal(share)}, as elsewhere", found=literal(inner_share)
+                )
             share = inner_share
     return rest, share
 
@@ -126,7 +129,7 @@ def read_scaling(
     if kind == "default" and section.get("type") == "linear" and section.get("factor") == 1:
         return None  # what transformers 5 makes of Gemma 3's first configs
     if section.get("type", kind) != kind:
-        expected, other = f"{kind!r}, as rope_type says", repr(section["type"])
+        expected, other = f"{literal(kind)}, as rope_type says", literal(section["type"])
         raise BadInput(where, f"{key}.type", expected=expected, found=other)
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     known = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
@@ -134,12 +137,12 @@ def read_scaling(
         known |= {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
     for name in sorted(set(section) - known):
         expected = "absent: it changes the rotation and is not supported"
-        raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(section[name])[:80])
+        raise BadInput(where, f"{key}.{name}", expected=expected, found=literal(section[name]))
     if kind == "default" or (kind is None and set(section) <= {"rope_theta"}):
         return None
     if kind not in get_args(Kind):
         expected = f"default, {', '.join(get_args(Kind))}"
-        raise BadInput(where, f"{key}.rope_type", expected=expected, found=repr(kind))
+        raise BadInput(where, f"{key}.rope_type", expected=expected, found=literal(kind))
     fields = _with_lengths({**section}, raw, kind)
     for name in _NEEDED[kind]:
         value: Any = fields.get(name)
@@ -150,7 +153,7 @@ def read_scaling(
             is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             fits, expected = is_number and 0 < value < inf, f"a {'whole ' * whole}number above 0"
         if not fits:
-            raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(value)[:80])
+            raise BadInput(where, f"{key}.{name}", expected=expected, found=literal(value))
         fields[name] = tuple(value) if listed else value
     if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:
         expected = f"less than high_freq_factor={section['high_freq_factor']}"

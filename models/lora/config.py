@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ...parallel_state import BadInput, from_validation
+from ...system import literal
 from ..base.keys import MOST_BLOCKS, DropoutRate, Factor, names
 from ..patterns import compiled
 
@@ -86,14 +87,14 @@ class LoraConfig(BaseModel):
             ("init_lora_weights", raw.get("init_lora_weights"), _PLAIN_STARTS),
         ):
             if value not in wanted:
-                expected = " or ".join(map(repr, wanted))
+                expected = " or ".join(map(literal, wanted))
                 todo = "Nothing else is supported"
-                raise BadInput(where, key, expected=expected, found=repr(value), todo=todo)
+                raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
         known = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
         for key in sorted(set(raw) - known):
             if raw[key] not in (None, False, "", [], {}):
                 expected = "absent: it changes the adapter and is not supported"
-                raise BadInput(where, key, expected=expected, found=repr(raw[key])[:80])
+                raise BadInput(where, key, expected=expected, found=literal(raw[key]))
         fields = {key: value for key, value in raw.items() if key in cls.model_fields and value is not None}
         if not fields.get("target_modules") and fields.get("target_parameters"):
             fields["target_modules"] = ()
@@ -144,7 +145,7 @@ class LoraConfig(BaseModel):
             _check_no_blocks(where, self.model_dump())
         if self.layers_pattern and self.layers_to_transform is None:
             expected = "layers_to_transform beside it: peft refuses it alone"
-            raise BadInput(where, "layers_pattern", expected=expected, found=repr(self.layers_pattern))
+            raise BadInput(where, "layers_pattern", expected=expected, found=literal(self.layers_pattern))
         if self.target_parameters and self.lora_dropout:
             expected = "0 beside target_parameters, as in peft"
             raise BadInput(where, "lora_dropout", expected=expected, found=self.lora_dropout)
@@ -176,7 +177,7 @@ def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:
         if fields.get(key) is not None:
             expected = "absent: peft refuses it where target_modules is a string and no list"
             todo = "List the modules, or let the pattern say the blocks"
-            raise BadInput(where, key, expected=expected, found=repr(fields[key]), todo=todo)
+            raise BadInput(where, key, expected=expected, found=literal(fields[key]), todo=todo)
 
 
 def _matches(wanted: Names, module: str) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...layers import Experts, attach_expert_lora, attach_lora, linears
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
+from ...system import literal
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family, making
@@ -107,10 +108,10 @@ class AdaptedFamily(Family):
                     raise BadInput("lora", "target_modules", expected=expected, found=module)
         if not targeted and lora.layers_pattern:
             expected = f"what precedes a block's number in {all_sites[0].name}"
-            raise BadInput("lora", "layers_pattern", expected=expected, found=repr(lora.layers_pattern))
+            raise BadInput("lora", "layers_pattern", expected=expected, found=literal(lora.layers_pattern))
         if not targeted and not (lora.target_modules == () and lora.target_parameters):
             expected = f"targets among {leaves(all_sites)}"
-            raise BadInput("lora", "target_modules", expected=expected, found=repr(lora.target_modules))
+            raise BadInput("lora", "target_modules", expected=expected, found=literal(lora.target_modules))
         return targeted
 
     def of_trained(self, config: ModelConfig) -> tuple[Self, list[str]]:
@@ -205,7 +206,7 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
                 expected = "linears: experts are stacks of matrices, which target_parameters names"
                 todo = r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or '
                 todo += "say all-linear, which passes them over"
-                actual = f"{named!r}, that is {name}"
+                actual = f"{literal(named)}, that is {name}"
                 raise BadInput("lora", "target_modules", expected=expected, found=actual, todo=todo)
 
 

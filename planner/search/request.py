@@ -13,6 +13,7 @@ from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
 from ...storage.small_files import read_json
+from ...system import literal
 from ..device_memory import runtime_of, usable
 from ..dry_run import plan_without_weights
 from ..time import Machine
@@ -164,7 +165,7 @@ def _size(model: str) -> str:
         raise BadInput(
             "plan", "MODEL",
             expected="a published size, a config.json, a Hugging Face folder or a recipe",
-            found=repr(model)[:80],
+            found=literal(model),
             todo=f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes",
         )  # fmt: skip
     return published_size(model).name

@@ -8,6 +8,7 @@ from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ...simulation.model_flops import peak_named
 from ...storage.small_files import read_json
+from ...system import literal
 from .machines import Efficiency, Link, Machine
 
 #: What bench calls a dtype.
@@ -121,5 +122,5 @@ def _figure(
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not least <= number <= _LARGEST or (number == 0 and not zero):
         todo = "`trilith bench --only speed,links` of this version measures it"
-        raise BadInput(path, name, expected="a measured figure", found=repr(value)[:80], todo=todo)
+        raise BadInput(path, name, expected="a measured figure", found=literal(value), todo=todo)
     return float(number)

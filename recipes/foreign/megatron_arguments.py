@@ -16,7 +16,7 @@ from typing import Any
 from ...parallel_state import BadInput
 from ...storage.safe_open import open_regular
 from ...storage.small_files import read_json
-from ...system import whole_number
+from ...system import literal, whole_number
 from .translation import settings_of
 
 _TORCHRUN = ("nproc_per_node", "nnodes")
@@ -76,7 +76,7 @@ def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arg
         if value is True and name in flags:
             name, value = flags[name]
         if name in values and values[name] != value and None not in (values[name], value):
-            raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
+            raise BadInput(where, name, expected=f"one value, {literal(values[name])}", found=literal(value))
         if values.get(name) is None:
             values[name] = value
     return Arguments(values, _ranks(values), unsure)

@@ -9,7 +9,7 @@ from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
 from ...storage.file_names import CHECKPOINTS, holds_steps
 from ...system import counted
-from ..events import read_events
+from ..events import NAME_A_RUN, read_events, what_is_there
 from ..metrics import is_whole, read_metrics
 
 _ENDS = ("finished", "stopped", "failed")
@@ -117,7 +117,8 @@ def read_run(folder: Path) -> RunRecord:
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if is_whole(line)]
     events = read_events(folder / "events.jsonl")
     if not steps and not events:
-        raise BadInput(folder, expected="a run's folder with metrics.jsonl or events.jsonl", found="neither")
+        expected = "a run's folder with metrics.jsonl or events.jsonl"
+        raise BadInput(folder, expected=expected, found=what_is_there(folder), todo=NAME_A_RUN)
     return RunRecord(str(folder), steps, events, _newest(folder))
 
 

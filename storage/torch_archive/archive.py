@@ -179,7 +179,8 @@ def _way_out(first: bytes) -> str:
             "This is the form before torch 1.6, a bare pickle or a tar file; it is not read. If you trust "
             "its origin, load it with torch.load and write it with torch.save or as safetensors"
         )
-    return what_it_looks_like(first)
+    damaged = "The file is damaged, or of another kind: copy it again"
+    return what_it_looks_like(first) or (damaged if first else "The file is empty: copy it again")
 
 
 def _whole_numbers(value: object) -> tuple[int, ...]:
@@ -255,7 +256,9 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
                 raise BadInput(path, shown(name), expected="a printable name, once", found="another")
             file.add(view, name)
     if not file.tensors:
-        raise BadInput(path, expected="a dict of tensors", found=f"a {type(value).__name__} without any")
+        kind = "single tensor" if isinstance(value, View) else f"{type(value).__name__} without any"
+        todo = "Save the model's state_dict(), by its names, in a dict"
+        raise BadInput(path, expected="a dict of tensors", found=f"a {kind}", todo=todo)
     return file
 
 

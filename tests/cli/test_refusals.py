@@ -35,6 +35,11 @@ def write_model(folder):
     write_hf_folder(folder / "hf", TINY_LLAMA)
 
 
+def write_ids(folder):
+    (folder / "tokens").mkdir()
+    write_tokens(folder / "tokens" / "ids")
+
+
 def command(line, says, given=nothing, why=None):
     """State a command line that is refused in a folder with its inputs."""
     return Refused(why or line, lambda folder: call_command(folder, *shlex.split(line)), says, given=given)
@@ -199,8 +204,11 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("report . --out file/x.html", "which is a file", write_files),
     command("tokenize file --tokenizer . --out out --show 1", "--show: expected --chat with it", write_files),
     command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
-    command("report .", "a run's folder with metrics.jsonl or events.jsonl, found neither"),
-    command("status .", "expected"),
+    command("report .", r"events\.jsonl, found a folder without a run\. Name the folder that the key out"),
+    command("status .", r"run's folder, found a folder without a run\. Name the folder that the key out"),
+    command("status tokens", "a run's folder, found a folder of token files", write_ids),
+    command("verify tokens", r"folder of token files\. .*`trilith verify tokens/ids` reads", write_ids),
+    command("inspect tokens/ids", r"found a token file\. .*`trilith verify tokens/ids` reads", write_ids),
     command("verify tokens --names titan", "--names: expected none with a token file", write_files),
     command("plan gpt2 --gpus 1 --machine null.json", "null.json: expected a JSON object", write_files),
     command("plan gpt2 --gpus 1 --machine digits.json", "found a number of 5,000 digits", write_files),

@@ -272,5 +272,5 @@ def test_a_packed_run_is_bitwise_the_same_without_prefetch_resumed_and_close_in_
 
 def test_f12_a_run_does_not_go_on_with_rows_made_otherwise(tmp_path, chat):
     run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, stop_after=2))
-    with pytest.raises(RankError, match=r"data\.fingerprint: expected packed samples.*found single samples"):
+    with pytest.raises(RankError, match=r"data\.samples: expected packed samples.*found single samples"):
         run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, data={"samples": "single"}))

@@ -97,7 +97,7 @@ test_another_form_of_conversation_is_refused_by_place_and_key = refusals(
             ({"messages": []}, "messages: expected a list"),
             ({"messages": "hello"}, "messages: expected a list"),
             ({"messages": [["user", "q"]]}, r"messages\[0\]: expected a message"),
-            ({"messages": [USER, {"content": "q"}]}, r"messages\[1\]\.role: expected text, found None"),
+            ({"messages": [USER, {"content": "q"}]}, r"messages\[1\]\.role: expected text, found null"),
             ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content: .*found 7"),
             ({"conversations": [{"from": 3, "value": "q"}]}, r"conversations\[0\]"),
             ({"prompt": "q"}, "found the keys prompt"),

@@ -36,7 +36,7 @@ def test_keys_are_inherited_one_by_one_and_a_field_takes_its_key_off_the_fixed_o
     assert {"hidden_act"} == Child.NOT_KEYS
     child = Child.from_hf({**LLAMA, "second": 3, "activation": "relu"})
     assert (child.second, child.hidden_act) == (3, "relu")
-    with pytest.raises(BadInput, match=r"first: expected True: this family has no other, found False"):
+    with pytest.raises(BadInput, match=r"first: expected true: this family has no other, found false"):
         Child.from_hf({**LLAMA, "first": False})
 
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+import warnings
 from functools import partial, wraps
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def return_dtensor():
 def speak():
     print(f"out {dist.get_rank()}")
     sys.stderr.write("err\n")
+    warnings.warn("of ours", stacklevel=1)
 
 
 def leave_traces():
@@ -159,8 +161,10 @@ def test_what_ranks_print_reaches_stderr_under_their_names(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "[rank 0] out 0",
         "[rank 0] err",
+        "[rank 0] warning: of ours",  # without the line of code that Python adds
         "[rank 1] out 1",
         "[rank 1] err",
+        "[rank 1] warning: of ours",
     ]
 
 

@@ -208,6 +208,11 @@ def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(worker, tmp_path,
     page.write_text("mine")
     assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 2 and page.read_text() == "mine"
     assert run(["train", str(recipe), "--exact"]) == 2
+    capsys.readouterr()
+    assert run(["train", str(recipe), "--dry-run", "--exact", "device=cpu", "memory.offload=true"]) == 0
+    printed = capsys.readouterr().out  # what a CPU moves to the host stays in the same memory
+    assert abs(float(re.search(r"the plan says .*\((.*)%\)", printed)[1])) < 1
+    assert "memory.offload saves nothing on a CPU" in printed and "beside, on the host" not in printed
 
 
 @pytest.mark.parametrize("dies", ["the one who asks stops", "the one who asks dies"])

@@ -19,6 +19,8 @@ from trilith.parallel_state import BadInput
 #: Characters of a message without the paths in it, and seconds of processor time until it is there.
 MOST_CHARACTERS, MOST_SECONDS = 1200, 5.0
 RowT = TypeVar("RowT")
+#: Values that no recipe, file or command line spells so.
+_PYTHON = re.compile(r"(expected|found) (None|True|False|\(.*,\))(?!\w)|<class|PosixPath|torch\.Size")
 #: Bytes above which a file is not read to see whether it has changed.
 LARGE = 1 << 26
 
@@ -88,6 +90,7 @@ def check_refusal(row: Refused, folder: Path) -> None:
         f"exit code {error.exit_code}, expected {row.code}": error.exit_code != row.code,
         "it names no place": not str(error.where),
         "neither what was expected nor what was found": error.expected is None and error.found is None,
+        "a value as Python writes it": _PYTHON.search(message) is not None,
         f"it took {seconds:.1f} s": seconds > MOST_SECONDS,
         f"left behind or changed: {changed}": bool(changed),
     }

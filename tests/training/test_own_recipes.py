@@ -466,7 +466,7 @@ def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
     changes = {"data": {"module": f"{file}:Stripes"}, "steps": 2}
     train(recipe("vit", tmp_path, stop_after=1, **changes))
     file.write_text(file.read_text().replace("0.3 *", "0.4 *"))
-    expected = r"data\.fingerprint: expected 64 items of Stripes\(\{\}\) of a file with SHA-256"
+    expected = r"data\.module: expected 64 items of Stripes\(\{\}\) of a file with SHA-256"
     with pytest.raises(RankError, match=expected):
         train(recipe("vit", tmp_path, **changes))
 

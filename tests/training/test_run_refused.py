@@ -83,6 +83,7 @@ LORA_ROWS = {
 ROWS = {
     "data-ranks-do-not-divide-the-batch": (r"data\.global_batch", {"layout": {"data": 3}}),
     "a-rank-to-trace-that-is-none": ("ranks from 0 to 0, found 1", {"watch": {"trace_ranks": [1]}}),
+    "a-step-to-trace-that-is-none": (r"steps from 1 to \d+, found 999", {"watch": {"trace_steps": [999]}}),
     "a-tracker-as-a-key": (
         r"watch\.tensorboard: .* keys of watch: trackers",
         {"watch": {"tensorboard": True}},
@@ -230,7 +231,7 @@ test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
     resumed("another-length", ORDER, data={"sequence_length": 8}),
     resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
     resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),
-    resumed("F12-other-tokens", r"data\.fingerprint: .* found .*, of tokens\. Resume", harm=other_tokens),
+    resumed("F12-other-tokens", r"data\.tokens: .* found .*, of tokens\. Resume", harm=other_tokens),
     resumed("G13-another-model", "size: expected 64, found 48. .*another folder", code=4, **ANOTHER),
     resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", code=4, began=FROZEN),
     resumed("G8-a-flipped-bit", "CRC-32: expected [0-9a-f]{8}, found", code=4, harm=flip_a_bit),

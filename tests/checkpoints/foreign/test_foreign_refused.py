@@ -139,6 +139,27 @@ def converted_alone(name):
     return lambda folder: convert(folder / name, folder / "out")
 
 
+def empty(name):
+    def give(folder):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+
+    return give
+
+
+def with_optimizer(folder):
+    weights = load_file(hf() / WEIGHTS)
+    torch.save({"model": weights, "optimizer": {"state": {0: torch.ones(2)}}}, folder / "all.pt")
+
+
+def test_a_table_without_rules_leaves_out_what_is_no_weight(tmp_path):
+    with_optimizer(tmp_path)
+    (tmp_path / "names.toml").write_text(r"ignored = ['optimizer\..*']")
+    table = str(tmp_path / "names.toml")
+    convert(tmp_path / "all.pt", tmp_path / "out", to="hf", config=hf(), names=table)
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (hf() / WEIGHTS).read_bytes()
+
+
 CHUNK, PART = "__1_0.distcp", "consolidated.01.pth"
 test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
@@ -146,7 +167,7 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"tok_embeddings.*\[37, 32\].*\[37, 16\]", hidden_size=32),
     of_another_model("llama3", r"layers: expected 2, as n_layers in .*params\.json.*3", num_hidden_layers=3),
     of_another_model("llama3", r"rms_norm_eps: expected .*as norm_eps in .*params\.json", rms_norm_eps=1e-5),
-    of_another_model("llama3", r"rope_scaling: expected True, as use_scaled_rope", rope_scaling=None),
+    of_another_model("llama3", r"rope_scaling: expected true, as use_scaled_rope", rope_scaling=None),
     of_another_model("model.pt", r"embed_tokens.*\[40, 16\].*\[37, 16\]", vocab_size=40),
     Refused("no config", converted("titan"), "--config with a Hugging Face folder"),
     Refused("two configs", converted("bin", config=hf), "Leave out --config"),
@@ -170,6 +191,22 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=with_another_output_layer),
     Refused("a token file", converted_alone("chat.bin"), "chat.bin: expected weights, found a token file",
             given=lambda folder: write_tokens(folder / "chat")),
+    # What a copy lost, and what is not read: the line says what to name or to do.
+    Refused("no .metadata", copied("titan"), r"\.metadata: expected the index.*`cp FOLDER/\*`",
+            given=harmed("titan", ".metadata", Path.unlink)),
+    Refused("no .metadata of moments", copied("accelerate"), r"optimizer_0/\.metadata: expected the index",
+            given=harmed("accelerate", "optimizer_0/.metadata", Path.unlink)),
+    Refused("ZeRO of DeepSpeed", copied("titan"), "found a checkpoint of DeepSpeed's.*zero_to_fp32",
+            given=empty("titan/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt")),
+    Refused("a folder around one", lambda folder: convert(folder / "runs", folder / "out"),
+            "found a folder around one. Name runs/iter-5", given=empty("runs/iter-5/.metadata")),
+    Refused("a folder of nothing known", copied("titan"), "found no known format. These are read: Megatron",
+            given=empty("titan/notes.txt")),
+    Refused("one file of safetensors", converted("hf/model.safetensors", hf), "Name its folder, .*hf, which"),
+    Refused("one tensor", copied("one.pt"), r"found a single tensor. Save the model's state_dict\(\)",
+            given=lambda folder: torch.save(torch.ones(2), folder / "one.pt")),
+    Refused("an optimizer beside the weights", copied("all.pt"), r"ignored = \['optimizer\\\.\.\*'\]",
+            given=with_optimizer),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
       for method in ("awq", "gptq")),

@@ -135,6 +135,9 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("scales that Megatron lacks", read, "embed_tokens", given=dist(whole(LLAMA), **GRANITE)),
     Refused("another backend", read, "--ckpt-format torch_dist", given=dist(
         write=lambda step: (step / "metadata.json").write_text('{"sharded_backend": "zarr"}'))),
+    *(Refused(f"no {name}", read, rf"{name}: expected a file, found nothing there\. Copy the file here",
+              given=dist(write=lambda step, name=name: (step / name).unlink()))
+      for name in ("metadata.json", "common.pt")),
     Refused("more layers than a model has", read, "at most 65,536 layers",
             given=dist({"decoder.layers.mlp.linear_fc2.weight": torch.zeros((1 << 16) + 1, 1)})),
     Refused("the newest step is not there", lambda folder: read_source(folder, config=folder / "config"),
