@@ -1,9 +1,10 @@
-"""Write inputs of commands: an adapter of PEFT's, a manifest that says something else."""
+"""Write inputs of commands: an adapter of PEFT's, a run's metrics, a manifest that says something else."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trilith.checkpoints import Saver, contents_of
 from trilith.checkpoints.manifest import seal
 from trilith.parallel_state import ParallelState
+from trilith.runs.metrics import StepMetrics
 from trilith.storage.file_names import MANIFEST
 
 
@@ -28,6 +30,12 @@ def write_adapter(folder: Path, base: Path, value: float = 1.0) -> None:
             adapters[f"{site}.lora_A.weight"] = torch.full((2, weight.shape[1]), value)
             adapters[f"{site}.lora_B.weight"] = torch.full((weight.shape[0], 2), value)
     save_file(adapters, folder / "adapter_model.safetensors")
+
+
+def write_line_of_metrics(run: Path) -> None:
+    """Write the metrics of one step into a run's folder."""
+    line = StepMetrics(0, 1.0, 1.0, 0.1, tokens=8, tokens_per_second=8.0, seconds=1.0)
+    (run / "metrics.jsonl").write_text(json.dumps(asdict(line)) + "\n")
 
 
 def saver_of(root: Path, model: nn.Module, **options: Any) -> Saver:
