@@ -130,6 +130,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_look_finds_what_is_not_finite(value, dtype):
+    assert look_at(torch.zeros(2, dtype=torch.int8)).zero and not look_at(torch.tensor([0, 1])).zero
     limits = torch.finfo(dtype)
     numbers = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -limits.tiny, 1.0], dtype=dtype)
     assert look_at(numbers).finite and not look_at(numbers).zero

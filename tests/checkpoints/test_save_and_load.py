@@ -223,6 +223,10 @@ def test_adapters_go_on_in_a_loop_of_one_s_own_in_any_layout(tmp_path):
     model = load(root).model
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter[: len(last[name])], last[name]), name
+    save(tmp_path / "other", zoo()[0])  # a model knows its own base
+    model, optimizer = with_adapters(tmp_path / "other", Layout())
+    with pytest.raises(BadInput, match="that the adapters were trained on"):
+        load(root, model, optimizer)
 
 
 def linear(kind="AdamW", **options):
