@@ -117,14 +117,14 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
 def check_sequence(x: Tensor) -> None:
     """Refuse an input without a sequence dim: another dim would be cut in its place."""
     if x.ndim < 3:
-        expected, shape = "(batch, sequence, features)", f"shape {tuple(x.shape)}"
+        expected, shape = "(batch, sequence, features)", f"shape {[*x.shape]}"
         todo = "Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True"
         raise BadInput("sequence parallelism", "input", expected=expected, found=shape, todo=todo)
 
 
 def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
     if x.shape[dim] % state.tensor.size:
-        place = f"dim {dim} of shape {tuple(x.shape)}"
+        place = f"dim {dim} of shape {[*x.shape]}"
         expected = f"a length that tensor={state.tensor.size} divides"
         todo = "Change the sequence length or the tensor axis"
         raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)

@@ -28,7 +28,7 @@ def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     size = state.context.size
     if size == 1:
         return x
-    state.layout.check_length(x.shape[dim], "input", f"dim {dim} of shape {tuple(x.shape)}")
+    state.layout.check_length(x.shape[dim], "input", f"dim {dim} of shape {[*x.shape]}")
     chunks = x.chunk(2 * size, dim)
     return torch.cat([chunks[number] for number in own_chunks(state.context.index, size)], dim)
 

@@ -158,7 +158,7 @@ class ParallelLinear(DeclaredModule):
     def forward(self, x: Tensor) -> Any:
         """Return the product, or a tuple of products if ``out_features`` was a mapping."""
         if x.shape[-1] != self._width:
-            expected, shape = f"{self._width} features on the last dim", f"shape {tuple(x.shape)}"
+            expected, shape = f"{self._width} features on the last dim", f"shape {[*x.shape]}"
             layer, todo = type(self).__name__, self.input_advice
             raise BadInput(layer, "input", expected=expected, found=shape, todo=todo)
         if self._single and self.state.tensor.size == 1 and not self.adapters and self.float8 is None:

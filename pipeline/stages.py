@@ -137,7 +137,7 @@ class Stages:
             require(
                 tensor.shape[:1] == (rows,) and tensor.dtype == tensors[0].dtype, "stage", "output",
                 f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
-                f"{tensor.dtype} {tuple(tensor.shape)}",
+                f"{tensor.dtype} {[*tensor.shape]}",
             )  # fmt: skip
         return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
@@ -271,7 +271,7 @@ def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]
             found="none" if stage is None else type(stage).__name__, todo=todo,
         )  # fmt: skip
     numbers, parts = state.layout.stages_of(state.at.pipeline), tuple(part.number for part in stage.parts)
-    require(parts == numbers, "step", "model.stage", f"parts {numbers}", parts, todo)
+    require(parts == numbers, "step", "model.stage", f"parts {[*numbers]}", parts, todo)
     require(
         "stage" in inspect.signature(model.forward).parameters, "step", "model.forward",
         f"a keyword stage, with virtual_stages={count}", "none",

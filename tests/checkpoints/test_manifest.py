@@ -200,7 +200,7 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G11-parent", named("../x.safetensors"), "plain file name"),
     damaged("G11-absolute", named("/etc/passwd"), "plain file name"),
     damaged("G11-the-manifest-itself", edited(lambda m: m["files"][1].update(name=MANIFEST)), "twice"),
-    damaged("G11-link-out", link_out, r"link to [^.]*out\. Copy the file here, such as .*"),
+    damaged("G11-link-out", link_out, r"link to [^.]*out\. Copy the file here"),
     damaged("G12-hole", part(stop=[3, 4]), r"'up'.*3:4.*nobody"),
     damaged("G12-overlap", part(stop=[5, 4]), r"'up'.*4:5.*2 times"),
     damaged("G12-half", edited(lambda m: m["tensors"]["up"]["parts"].pop()), "'up'.*nobody"),

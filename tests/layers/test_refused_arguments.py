@@ -94,11 +94,11 @@ CALLS = {
     "a layout for a column's state": (lambda: ColumnParallelLinear(4, 4, state=Layout(tensor=2)), NO_LAYOUT),
     "an input of another width": (
         lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 3)),
-        r"^ColumnParallelLinear: input: expected 4 .*found shape \(2, 3\)",
+        r"^ColumnParallelLinear: input: expected 4 .*found shape \[2, 3\]",
     ),
     "a whole input for a rank of rows": (
         lambda: RowParallelLinear(16, 4, state=TWO)(torch.ones(2, 16)),
-        r"expected 8 features on the last dim, found shape \(2, 16\). A rank takes its",
+        r"expected 8 features on the last dim, found shape \[2, 16\]. A rank takes its",
     ),
     "a replicated linear's input of another width": (
         lambda: ReplicatedLinear(6, 5)(torch.randn(2, 3, 5)),

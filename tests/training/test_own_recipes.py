@@ -223,11 +223,19 @@ def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
     assert math.isfinite(step.loss)
 
 
-def test_held_out_samples_have_the_dims_that_context_ranks_cut(tokens, tmp_path):
-    (file := tmp_path / "numbers.py").write_text(
-        "import torch\nnumbers = [dict.fromkeys(('input_ids', 'labels'), torch.tensor(1))] * 8\n"
+def test_held_out_samples_have_the_dims_that_context_ranks_cut(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "import torch\n"
+        "def rows(*sizes):\n"
+        "    return [{name: torch.zeros(sizes, dtype=torch.int64) for name in ('input_ids', 'labels')}] * 8\n"
+        "def row(): return rows(16)\n"
+        "def number(): return rows()\n"
     )
-    raw = recipe("latent", tokens, layout={"context": 2}, evaluation={"module": f"{file}:numbers"})
+    names = {
+        key: f"{tmp_path / 'rows.py'}:{name}" for key, name in (("data", "row"), ("evaluation", "number"))
+    }
+    raw = recipe("latent", tmp_path, layout={"context": 2}, evaluation={"module": names["evaluation"]})
+    raw["data"] = {"module": names["data"], "sequence_length": 16, "global_batch": 8}
     words = refusal_of(lambda: check_run(parse_recipe(raw)))
     assert re.search(r"evaluation: expected a dim of (input_ids|labels), which has 1, found 1", words)
 
@@ -644,7 +652,7 @@ ROWS = {
     "documents of items": ("documents: expected absent with data.module", "data.documents=separate"),
     "a split": ("layout.split: expected absent for a class without the keyword split", "layout.split=[1]"),
     "a cut that is not even": (
-        r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:44\)$",
+        r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:42\)$",
         *("model.module=FILE:Cut", "layout.tensor=3"),
     ),
     "context without a sequence": ("context: expected 1 for a loss that names no sequence", *CUT),

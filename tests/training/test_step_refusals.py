@@ -190,12 +190,12 @@ test_what_a_step_cannot_train_is_refused = refusals(
     *(
         stepped(f"loss-{found}", f"step: loss: expected the sum of the losses.*found {found}", loss)
         for found, loss in {
-            r"a tensor of shape \(\)\.": lambda y, samples: y.mean(),
-            r"a tensor of shape \(2,\) and int": lambda y, samples: (y.sum(-1), 8),
+            r"a tensor of shape \[\]\.": lambda y, samples: y.mean(),
+            r"a tensor of shape \[2\] and int": lambda y, samples: (y.sum(-1), 8),
             "NoneType": lambda y, samples: None,
             "zip": zip,  # Python knows no signature of it
-            r"a tensor of shape \(\) and int and int": lambda y, samples: (y.sum(), 1, 2),
-            r"a tensor of shape \(\) and str": lambda y, samples: (y.sum(), "8"),
+            r"a tensor of shape \[\] and int and int": lambda y, samples: (y.sum(), 1, 2),
+            r"a tensor of shape \[\] and str": lambda y, samples: (y.sum(), "8"),
         }.items()
     ),
     stepped(
