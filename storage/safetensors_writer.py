@@ -91,10 +91,12 @@ class TensorWriter:
         self._checksum.note(entry.begin, entry.nbytes, crc)
         self._count(name, prod(entry.shape))
 
-    def sync(self) -> None:
-        """Flush to the disk what was written so far."""
+    def sync(self, *, evict: bool = False) -> None:
+        """Flush to the disk what was written so far; ``evict`` drops it from the page cache, too."""
         with writing(self.path):
             Disk().sync(self._fd)
+        if evict and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> StoredFile:
         """Flush the file to the disk and return its name, size and checksum."""

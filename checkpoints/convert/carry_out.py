@@ -1,6 +1,7 @@
 """Convert and reshard: from a Hugging Face folder or a checkpoint to one of them."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
 from ...system import check_workers, counted, no_garbage_search
+from ...system.machine import memory_available
 from ..hugging_face.writer import for_transformers, open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
@@ -192,9 +194,12 @@ def _move(
     seen = {file: checksum_of(file) for file in source.files} if manifest is not None or stated else {}
     fault("convert.before_data", rank=0)
 
+    # In the page cache a large output would push out the source before it is read, and slow each write down.
+    evict = 2 * plan.nbytes > (memory_available() or sys.maxsize)
+
     def sync() -> None:
         for writer in writers:
-            writer.sync()
+            writer.sync(evict=evict)
         for directory in (staging.directory, staging.directory.parent):
             Disk().sync_directory(directory)
 

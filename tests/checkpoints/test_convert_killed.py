@@ -13,6 +13,7 @@ from support.folders import bytes_read, contents
 from support.kills import Work, kill_at, killed_work
 from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import ConversionOptions, convert, read_source
+from trilith.checkpoints.convert import carry_out
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
@@ -140,6 +141,19 @@ def test_nothing_of_an_output_is_read_for_the_journal(tmp_path, sources, form):
     with bytes_read(tmp_path) as read:
         convert_noting(sources / name, tmp_path / "out", arguments)
     assert not read
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+@pytest.mark.parametrize("free", [None, 1000, 1 << 40])
+def test_an_output_larger_than_half_the_free_memory_leaves_the_page_cache(
+    tmp_path, sources, monkeypatch, free
+):
+    """Else it pushes out the source, which is then read from the disk once more."""
+    advice = mock.Mock()
+    monkeypatch.setattr(os, "posix_fadvise", advice)
+    monkeypatch.setattr(carry_out, "memory_available", lambda: free)
+    convert_noting(sources / "hf", tmp_path / "out", {"tensor": 2})
+    assert (os.POSIX_FADV_DONTNEED in {call.args[-1] for call in advice.call_args_list}) == (free == 1000)
 
 
 def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(tmp_path, sources):
