@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault, state_of
+from ..parallel_state import Declaration, ParallelState, buffer_names, declarations, fault, require, state_of
 from ..parallel_state.collective_errors import on_rank_0, together
 from ..storage.disk import Disk, writing
 from ..storage.dtypes import BUFFER
@@ -78,8 +78,8 @@ class Saver:
         mirror: str | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise BadInput("checkpoints", "keep", expected="a whole number of 1 or more", found=shown(keep))
+        whole = type(keep) is int and keep >= 1
+        require(whole, "checkpoints", "keep", "a whole number of 1 or more", shown(keep))
         self.root, self.keep, self.background, self._say = root, keep, background, say
         self._model, self._optimizer, self._contents = model, optimizer, contents
         self._state = state = state_of(model, state)
@@ -124,9 +124,8 @@ class Saver:
 
     def save(self, progress: Progress) -> None:
         """Write the checkpoint of ``progress.step``, or start to write it. Collective."""
-        if type(progress.step) is not int or progress.step < 0:
-            step = shown(progress.step)
-            raise BadInput("checkpoints", "step", expected="a whole number of 0 or more", found=step)
+        step, whole = progress.step, type(progress.step) is int and progress.step >= 0
+        require(whole, "checkpoints", "step", "a whole number of 0 or more", shown(step))
         self.wait()
         if self._optimizer is not None and self._contents.optimizer is not None:
             stored = gather_optimizer("save", self._model, self._optimizer, self._state)
