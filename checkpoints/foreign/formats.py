@@ -95,7 +95,10 @@ def refuse_unknown(path: Path, *, of_others: bool) -> None:
     if FolderKind.TOKENS in kinds_of(path):
         todo = OF_TOKENS.format(named_tokens(path))
         raise BadInput(path, expected=EXPECTED, found=FolderKind.TOKENS.value, todo=todo)
-    children = sorted(path.iterdir())
+    # By numbers, so that checkpoint-10 comes behind checkpoint-9.
+    children = sorted(
+        path.iterdir(), key=lambda child: ([*map(int, re.findall(r"\d+", child.name))], child.name)
+    )
     if any(_OF_DEEPSPEED.fullmatch(file.name) for each in (path, *children) for file in _entries(each)):
         todo = "DeepSpeed's zero_to_fp32.py in that folder writes its weights: convert what it writes"
         raise BadInput(path, expected=EXPECTED, found="a checkpoint of DeepSpeed's", todo=todo)

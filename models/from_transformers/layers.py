@@ -90,7 +90,7 @@ def around_blocks(model: Any, shown: Probed) -> dict[str, nn.Module]:
     }
 
 
-class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both have a weight
+class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both annotate weight: a Tensor, a Parameter
     """Look up tokens, whose rows are cut; a subclass of transformers scales or norms them."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class TiedHead(VocabParallelHead):
     """Compute logits with the embedding's weight, which stays the embedding's; a bias is its own."""
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter of the embedding
+    def weight(self) -> Tensor:  # type: ignore[override]  # read-only: the embedding's parameter
         return cast(Tensor, self.__dict__["embedding"].weight)
 
 

@@ -152,7 +152,7 @@ class Adopted(CausalLM):
         return not self.shown.no_context
 
     @property
-    def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]  # no attribute: blocks have one parent
+    def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]  # read-only: the blocks are hf's
         """Return this rank's blocks by their numbers."""
         places = self.blocks._modules
         return {str(number): places[str(number)] for number in self.stage.blocks if str(number) in places}

@@ -126,7 +126,7 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
         refuse(f"at most {_MOST_ENTRIES:,} entries in {_MOST_BYTES:,} bytes", f"{count:,} in {size:,}")
     try:
         archive = ZipFile(BytesIO(raw), metadata_encoding="utf-8")
-    except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:  # what zipfile raises
+    except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:  # zipfile's for damage
         refuse("the directory of a zip archive", shown(str(error)))
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     end_64 = raw[-_END_SIZE - _END_64_SIZE : -_END_SIZE]

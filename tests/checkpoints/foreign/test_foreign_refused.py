@@ -139,10 +139,11 @@ def converted_alone(name):
     return lambda folder: convert(folder / name, folder / "out")
 
 
-def empty(name):
+def empty(*names):
     def give(folder):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).touch()
+        for name in names:
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).touch()
 
     return give
 
@@ -199,7 +200,8 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("ZeRO of DeepSpeed", copied("titan"), "found a checkpoint of DeepSpeed's.*zero_to_fp32",
             given=empty("titan/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt")),
     Refused("a folder around one", lambda folder: convert(folder / "runs", folder / "out"),
-            "found a folder around one. Name runs/iter-5", given=empty("runs/iter-5/.metadata")),
+            "found a folder around one. Name runs/iter-10",
+            given=empty("runs/iter-9/.metadata", "runs/iter-10/.metadata")),
     Refused("a folder of nothing known", copied("titan"), "found no known format. These are read: Megatron",
             given=empty("titan/notes.txt")),
     Refused("one file of safetensors", converted("hf/model.safetensors", hf), "Name its folder, .*hf, which"),
