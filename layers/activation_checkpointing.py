@@ -5,20 +5,19 @@ mode       kept for backward
 =========  ==========================================================================================
 none       every intermediate result
 selective  a block's input, its matrix products and attention, and sums over the tensor axis; norms,
-           rotation, activation functions, gathers and routed experts are computed again (over several
-           context ranks attention, too: it is in many pieces there), and products of modules that say so
+           rotation, activation functions, gathers and routed experts are computed again, products of
+           modules that say so, and attention with dropout or, in many pieces, over context ranks
 every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
 
-Loss and gradients are bit for bit the same as without checkpointing: dropout draws the same masks again, even
-if the selective mode keeps an attention that has drawn masks of its own. Recomputed collectives come in the
-same order on all ranks of a group, because these ranks hold parts of the same block. Sources: Chen et al.
-2016; Korthikanti et al. 2022, section 5.
+Loss and gradients are bit for bit the same as without checkpointing: all that draws random numbers is computed
+again, and draws the same. Recomputed collectives come in the same order on all ranks of a group, because
+these ranks hold parts of the same block. Sources: Chen et al. 2016; Korthikanti et al. 2022, section 5.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -34,15 +33,13 @@ from torch.utils.checkpoint import (
 )
 
 from ..parallel_state import BadInput
-from ..parallel_state.engine import TorchDispatchMode, accelerator
+from ..parallel_state.engine import TorchDispatchMode
 
 #: Values of ``memory.checkpointing``.
 Checkpointing = Literal["none", "selective", "every", "full"]
 
-_Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
-
 _PRODUCTS = ("aten::mm", "aten::_scaled_mm", "aten::addmm")
-#: Attention without a dropout of its own.
+#: Attention that has no dropout, and no argument that says so.
 _NEVER_DROP = ("torch_attn::_varlen_attn", "flex_attention")
 _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
 
@@ -92,7 +89,7 @@ def _forgetful(
         if not torch.is_grad_enabled():
             return forward(x, *args, **named)
         if policy is not None:
-            named["context_fn"] = partial(_contexts, policy, x.device)
+            named["context_fn"] = partial(_contexts, policy)
         return checkpoint(forward, x, *args, use_reentrant=False, **named)
 
     vars(again)["recomputes_operators"] = policy is not None
@@ -104,26 +101,9 @@ def recomputes_operators(block: nn.Module) -> bool:
     return getattr(block.forward, "recomputes_operators", False)
 
 
-def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> _Contexts:
-    """Return the contexts of a forward and of its recomputation.
-
-    On a GPU, attention with dropout is one operator, which draws random numbers. Recomputation uses its kept
-    output and does not run it, so the random generators would stay behind, and every later mask of the block
-    would differ. The forward therefore notes where each attention leaves the generators, and the
-    recomputation moves them there.
-    """
-    forward, again = create_selective_checkpoint_contexts(policy)
-    generators, left = accelerator.generators(device), list[list[Tensor]]()
-    noted = iter(left)
-
-    def note() -> None:
-        left.append([generator.get_state() for generator in generators])
-
-    def move() -> None:
-        for generator, state in zip(generators, next(noted), strict=True):
-            generator.set_state(state)
-
-    return _Counted(forward, note), _Counted(again, move)
+def _contexts(policy: Callable[..., CheckpointPolicy]) -> tuple["_Counted", ...]:
+    """Return the contexts of a forward and of its recomputation."""
+    return tuple(_Counted(mode) for mode in create_selective_checkpoint_contexts(policy))
 
 
 def keep_aside(module: nn.Module) -> None:
@@ -162,15 +142,11 @@ def _count(of: ContextVar[int], step: int, *args: Any) -> None:
 
 
 class _Counted(TorchDispatchMode):
-    """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks.
+    """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks."""
 
-    ``after_attention`` is called after each attention that has drawn random numbers. One mode does both,
-    because every operator of a block passes through each mode in Python.
-    """
-
-    def __init__(self, mode: Any, after_attention: Callable[[], None]) -> None:
+    def __init__(self, mode: Any) -> None:
         super().__init__()
-        self._mode, self._after_attention = mode, after_attention
+        self._mode = mode
 
     def __enter__(self) -> Any:
         # A repetition ends as soon as all is there, perhaps amid such a hook, or a module that is recomputed.
@@ -181,10 +157,7 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _ASIDE.get():
             return func(*args, **(kwargs or {}))
-        out = self._mode.__torch_dispatch__(func, types, args, kwargs or {})
-        if _kind(func) == "attention" and _drops(func, args, kwargs or {}):
-            self._after_attention()
-        return out
+        return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
 
 
 def _policy(
@@ -198,16 +171,19 @@ def _policy(
 
     Of the matrix products, a layer says which are not (``recomputed``): partial sums over the tensor axis,
     whose sum is kept (a piece of it under sequence parallelism); a feed-forward's last product, which joins
-    the residual stream, where nothing needs it again; and what is wide but cheap.
+    the residual stream, where nothing needs it again; and what is wide but cheap. Attention that draws a mask
+    of dropout is never kept: the random generators would stay behind, and all later masks would differ.
     """
     kind = _kind(op)
     if kind == "product":
         return _AGAIN if _RECOMPUTED.get() else _KEEP
-    return _KEEP if kind == "sum of ranks" or (keep_attention and kind == "attention") else _AGAIN
+    if kind == "attention":
+        return _KEEP if keep_attention and not _drops(op, arguments, named) else _AGAIN
+    return _KEEP if kind == "sum of ranks" else _AGAIN
 
 
 def _drops(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Tell whether this call of attention may draw a mask of dropout: reading generators takes time."""
+    """Tell whether this call of attention may draw a mask of dropout."""
     place = _place_of_dropout(op)
     if place is None:
         return op.name() not in _NEVER_DROP

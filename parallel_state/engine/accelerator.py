@@ -96,15 +96,6 @@ def has_compiled_losses(device: Device) -> bool:
     return is_accelerator(device) and not is_imagined(device)
 
 
-def generators(device: torch.device) -> list[torch.Generator]:
-    """Return the host's global random generator, and the device's own: reading them launches no operator."""
-    module = module_of(device)
-    if module is None:
-        return [torch.default_generator]
-    index = module.current_device() if device.index is None else device.index
-    return [torch.default_generator, module.default_generators[index]]
-
-
 @contextmanager
 def fork_random(device: torch.device) -> Iterator[None]:
     """Put the global generators of the host and of ``device`` back where they were when the block ends."""
