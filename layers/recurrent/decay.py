@@ -3,7 +3,6 @@
 ... heads, rows  N chunks  T tokens of a chunk (queries first, then keys)
 """
 
-from collections.abc import Callable
 from math import ceil
 
 import torch
@@ -52,14 +51,3 @@ def in_chunks(x: Tensor, dim: int) -> Tensor:
     count = ceil(length / size)
     padding = [0, 0] * (x.ndim - 1 - dim) + [0, count * size - length]
     return torch.unflatten(F.pad(x, padding), dim, (count, size))
-
-
-def scan(
-    times: Callable[[Tensor, Tensor], Tensor], through: Tensor, written: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk, (..., N, rows, columns), and that after the last one."""
-    before = []
-    for through_chunk, written_chunk in zip(through.unbind(-3), written.unbind(-3), strict=True):
-        before.append(state)
-        state = times(through_chunk, state) + written_chunk
-    return torch.stack(before, dim=-3), state

@@ -24,7 +24,7 @@ from ..collectives import enter_tensor
 from ..norm import RMSNorm
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
-from .decay import Decay, in_chunks, scan
+from .decay import Decay, in_chunks
 from .runs import Runs
 
 
@@ -133,35 +133,12 @@ def gated_delta_rule(
     through = left.through[..., None, None] * identity - ends @ taken  # M
     written = ends @ new  # N
 
-    if first is None:
-        rows = len(q) // runs.in_row
-        first = q.new_zeros(rows, *written.shape[1:3], *written.shape[-2:])
-    if runs.in_row > 1:
-        first = runs.states_before(_through_run(through, written), first, _after)
-    before, last = scan(matmul, through, written, first)  # (R, K, G, N, E, V)
+    before, last = runs.states(matmul, through, written, first)  # (R, K, G, N, E, V)
     own = (q @ k.mT) * left.between
     y = (q * left.before.unsqueeze(-1)) @ before + own @ (new - taken @ before)
     y = y.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4)  # (R, L, K, G, V)
     outputs: Tensor = y.flatten(2, 3)
     return outputs, last
-
-
-def _through_run(through: Tensor, written: Tensor) -> Tensor:
-    """Return what a whole run makes of a state, (R, K, G, E, E + V): M and N side by side."""
-    width = through.shape[-1]
-    both = torch.cat((torch.zeros_like(through), written), dim=-1)
-    identity = torch.eye(width, dtype=both.dtype, device=both.device)
-    start = torch.cat(
-        (identity.expand_as(through[:, :, :, 0]), torch.zeros_like(written[:, :, :, 0])), dim=-1
-    )
-    return scan(matmul, through, both, start)[1]
-
-
-def _after(run: Tensor, state: Tensor) -> Tensor:
-    """Return the state after a run."""
-    through, written = run.split((run.shape[-2], state.shape[-1]), dim=-1)
-    after: Tensor = through @ state + written
-    return after
 
 
 def _unit(x: Tensor) -> Tensor:

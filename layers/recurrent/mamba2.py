@@ -23,7 +23,7 @@ from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
-from .decay import Decay, in_chunks, scan
+from .decay import Decay, in_chunks
 from .runs import Runs
 
 
@@ -128,21 +128,6 @@ def state_space(
     left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), runs.places)
 
     written = b.mT @ (x * left.after.unsqueeze(-1))  # (R, H, C, N, P)
-    through = left.through[..., None, None]
-    if first is None:
-        first = x.new_zeros(len(x) // runs.in_row, x.shape[1], b.shape[-1], x.shape[-1])
-    if runs.in_row > 1:
-        nothing = torch.zeros_like(written[:, :, 0])
-        whole = torch.cat(
-            (scan(mul, through, written, nothing)[1], through.prod(2).expand_as(nothing[:, :, :1])), 2
-        )
-        first = runs.states_before(whole, first, _after)
-    before, last = scan(mul, through, written, first)  # (R, H, C, N, P)
+    before, last = runs.states(mul, left.through[..., None, None], written, first)  # (R, H, C, N, P)
     y = (pairs * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
     return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last
-
-
-def _after(run: Tensor, state: Tensor) -> Tensor:
-    """Return the state after a run, which is what the run writes and, in a last row, what it leaves."""
-    after: Tensor = run[..., -1:, :] * state + run[..., :-1, :]
-    return after

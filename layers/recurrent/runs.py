@@ -9,7 +9,7 @@ earlier runs. So the ranks compute at the same time, and send maps of a state's 
 B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C channels
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,19 +54,46 @@ class Runs:
         before = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in number]
         return torch.stack(before, dim=1).flatten(0, 1)
 
-    def states_before(self, maps: Tensor, first: Tensor, after: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the state before each run, (R, ...).
+    def states(
+        self,
+        times: Callable[[Tensor, Tensor], Tensor],
+        through: Tensor,
+        written: Tensor,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the state before each chunk, (R, ..., N, rows, columns), and that after each run.
 
-        ``maps``: (R, ...), what each run makes of a state. ``first``: (B, ...), the state before a row.
-        ``after(map, state)``: the state after a run. Collective over the context ranks, in backward too.
+        A chunk makes ``times(through, state) + written`` of a state; ``through`` and ``written`` are those of
+        the N chunks of each run. ``first``: (B, ..., rows, columns), the state before each row; the default:
+        0. Collective over the context ranks, in backward too.
         """
-        if self.in_row == 1:
-            return first
+        if first is None:
+            first = torch.zeros_like(written[:: self.in_row].select(-3, 0))
+        chunks = [*zip(through.unbind(-3), written.unbind(-3), strict=True)]
+        state = first if self.in_row == 1 else self._before_runs(times, chunks, first)
+        before = []
+        for chunk_through, chunk_written in chunks:
+            before.append(state)
+            state = times(chunk_through, state) + chunk_written
+        return torch.stack(before, dim=-3), state
+
+    def _before_runs(
+        self,
+        times: Callable[[Tensor, Tensor], Tensor],
+        chunks: Sequence[tuple[Tensor, Tensor]],
+        first: Tensor,
+    ) -> Tensor:
+        """Return the state before each run, (R, ...), from that before each row, (B, ...)."""
+        through, written = chunks[0]  # in the end, what a whole run makes of a state
+        for chunk_through, chunk_written in chunks[1:]:
+            through, written = times(chunk_through, through), times(chunk_through, written) + chunk_written
+        maps = torch.cat((through.flatten(1), written.flatten(1)), dim=1)
         early, late = own_chunks(self.state.context.index, self.state.context.size)
-        all_maps = _in_order(maps.unflatten(0, (-1, 2)), self.state)
         states = [first]
-        for chunk_map in all_maps[:late]:
-            states.append(after(chunk_map, states[-1]))
+        for run_map in _in_order(maps.unflatten(0, (-1, 2)), self.state)[:late]:
+            left, new = run_map.split((through[0].numel(), written[0].numel()), dim=1)
+            left, new = left.view(-1, *through.shape[1:]), new.view(-1, *written.shape[1:])
+            states.append(times(left, states[-1]) + new)
         return torch.stack((states[early], states[late]), dim=1).flatten(0, 1)
 
     def recurrence(
