@@ -11,7 +11,7 @@ every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
 
-Loss and gradients are bit for bit the same as without checkpointing: all that draws random numbers is computed
+Loss and gradients are bit for bit the same as without checkpointing: what draws random numbers is computed
 again, and draws the same. Recomputed collectives come in the same order on all ranks of a group, because
 these ranks hold parts of the same block. Sources: Chen et al. 2016; Korthikanti et al. 2022, section 5.
 """

@@ -69,7 +69,7 @@ def causal_attention(
     if chosen == "flex":
         return flex_attention(q_BHSE, k_BKSE, v_BKSE, made, scores)
     if chosen == "blockwise":
-        bias, (mask, fused) = None if alibi is None else alibi.bias(*scope.positions(q_BHSE)), made
+        bias, (mask, fused) = None if alibi is None else alibi.bias(*scope.places(q_BHSE)), made
         return blockwise_attention(
             q_BHSE, k_BKSE, v_BKSE, mask, scores, causal=causal, bias=bias, fused=fused
         )

@@ -20,7 +20,6 @@ class KeyValueCache:
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.used, self.start = batch, length, 0, 0
-        self._positions: Tensor | None = None
         #: Whether rows hold several documents.
         self.packed = False
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
@@ -36,16 +35,8 @@ class KeyValueCache:
             expected = f"at most {self.length} tokens in a row, the cache's length"
             raise BadInput("KeyValueCache.advance", expected=expected, found=start + new)
         self.start, self.used = start, start + new
-        if self._positions is None:
-            self._positions = positions_BS.new_zeros(self.batch, self.length)
+        if start == 0:
             self.packed = restarts(positions_BS, wait=True)
-        self._positions[:, start : self.used] = positions_BS
-
-    @property
-    def positions(self) -> Tensor:
-        """Return the positions of all tokens so far, (B, T)."""
-        assert self._positions is not None, "advance comes first"
-        return self._positions[:, : self.used]
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,6 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +60,8 @@ class AttentionScope:
             self.context = ContextScope(positions, window=window, state=state)
         elif cache is not None:
             later = 0 < cache.start < cache.used - 1  # several tokens that follow others
-            self.masked = cache.packed or later or exceeds(window, cache.used)
+            self._packed = cache.packed
+            self.masked = self._packed or later or exceeds(window, cache.used)
             self.causal = cache.start == 0 and not self.masked
         elif self._positions is not None:
             self._packed = restarts(self._positions)
@@ -88,8 +88,8 @@ class AttentionScope:
             positions = self._positions if self._packed else None
             return self._once("varlen", lambda: sequences_of(positions, batch, length, device, self._window))
         if backend == "flex":
-            whole = partial(starts_and_firsts, window=self._window)
-            return self._once("flex", lambda: block_mask(whole(self.positions(q_BHSE)[0])[1]))
+            here = torch.arange(length, device=device) if self._positions is None else self._positions
+            return self._once("flex", lambda: block_mask(starts_and_firsts(here, self._window)[1]))
         if backend == "blockwise":
             return self.mask, self._once(like, lambda: is_right("blocks", *like, self._state))
         return self._once(dtype, lambda: self._numbers(dtype)) if self.masked else None
@@ -99,12 +99,15 @@ class AttentionScope:
         """Return (B, 1, S, T), true where a query sees a key; ``None`` if it sees all earlier keys."""
         return self._once("mask", self._dense) if self.masked else None
 
-    def positions(self, q_BHSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of the queries, (B or 1, S), and of the keys, (B or 1, T)."""
-        here = self._positions
-        if here is None:
-            here = torch.arange(q_BHSE.shape[2], device=q_BHSE.device).unsqueeze(0)
-        return here, here if self._cache is None else self._cache.positions
+    def places(self, q_BHSE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the places of queries (S,) and keys (T,) in their row, and those where the queries'
+        documents start, (B or 1, S); ``None``: all start with the row.
+        """
+        start = 0 if self._cache is None else self._cache.start
+        keys = torch.arange(start + q_BHSE.shape[2], device=q_BHSE.device)
+        if self._positions is None or not self._packed:
+            return keys[start:], keys, None
+        return keys[start:], keys, starts_and_firsts(self._positions, None, keys[start:])[0]
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the queries meet in ``block``: the cached ones and these."""

@@ -77,7 +77,9 @@ class ContextScope:
                     continue
                 causal, mask, bias = keys == queries, None, None
                 if alibi is not None:
-                    bias = alibi.bias(*self._positions(rows, queries * chunk, begin, chunk))
+                    here = torch.arange(chunk, device=self.state.device)
+                    starts = None if self._starts is None else self._starts[:, rows]
+                    bias = alibi.bias(queries * chunk + here, begin + here, starts)
                 if self.first is not None and last > begin:  # it begins before what some query sees first
                     key_places = begin + torch.arange(chunk, device=self.first.device)
                     mask = key_places >= self.first[:, None, rows, None]
@@ -85,16 +87,6 @@ class ContextScope:
                 seed = (settings.seed + 4 * source + 2 * query + key) % 2**63
                 options = replace(settings, causal=causal, mask=mask, seed=seed, bias=bias)
                 yield rows, key_rows, options
-
-    def _positions(self, rows: slice, query: int, key: int, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the positions of the queries ``rows``, (B or 1, chunk), and of the keys, (B or 1, 1 or
-        chunk, chunk), in the queries' documents, from the place of the first of each.
-        """
-        here = torch.arange(chunk, device=self.state.device)
-        queries, keys = (query + here).unsqueeze(0), (key + here).view(1, 1, -1)
-        if self._starts is None:
-            return queries, keys
-        return queries - self._starts[:, rows], keys - self._starts[:, rows].unsqueeze(2)
 
 
 def context_attention(
@@ -124,20 +116,24 @@ def context_attention(
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, home = torch.zeros_like(q, dtype=sums.dtype), _Returning(scope.state)
-        for source, keys, values in _arriving(k, v, scope.state):
-            dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
-            dks, dvs = _both(dkv, k, v)
-            for mine, key_rows, options in blocks(source):
-                at = (slice(None), slice(None), mine)
-                part, dk, dv = attend_backward(
-                    grad[at], q[at], keys[:, :, key_rows], values[:, :, key_rows], out[at], sums[at], options
-                )
-                dq[at] += part
-                dks[:, :, key_rows] += dk
-                dvs[:, :, key_rows] += dv
-            home.add(source, dkv)
-        return dq, *_both(home.arrived().to(k.dtype), k, v)
+        dq = torch.zeros_like(q, dtype=sums.dtype)
+
+        def dkvs() -> Iterator[tuple[int, Tensor]]:
+            for source, keys, values in _arriving(k, v, scope.state):
+                dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
+                dks, dvs = _both(dkv, k, v)
+                for mine, key_rows, options in blocks(source):
+                    at, there = (slice(None), slice(None), mine), (slice(None), slice(None), key_rows)
+                    part, dk, dv = attend_backward(
+                        grad[at], q[at], keys[there], values[there], out[at], sums[at], options
+                    )
+                    dq[at] += part
+                    dks[there] += dk
+                    dvs[there] += dv
+                yield source, dkv
+
+        own = _returned(dkvs(), scope.state).to(k.dtype)
+        return dq, *_both(own, k, v)
 
     whole: Tensor = WholeAttention.apply(q_BHSE, k_BKSE, v_BKSE, scores.sinks, forward, backward)
     return whole
@@ -165,34 +161,25 @@ def _both(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
 
 
-class _Returning:
-    """Send gradients of keys and values back to the ranks that hold these, in the order of ``_arriving``."""
+def _returned(dkvs: Iterator[tuple[int, Tensor]], state: ParallelState) -> Tensor:
+    """Return the gradients of this rank's keys and values, summed over all ranks.
 
-    def __init__(self, state: ParallelState) -> None:
-        self.state = state
-        self._own: Tensor | None = None
-        self._coming: Tensor | None = None
-        self._every: Tensor | None = None
-
-    def add(self, source: int, dkv: Tensor) -> None:
-        """Add this rank's part of the gradients of the keys and values of ``source``, in one piece."""
-        if not self.state.layout.ring:
-            if self._every is None:
-                self._every = dkv.new_empty(self.state.context.size, *dkv.shape)
-            self._every[source] = dkv
-        elif source == self.state.context.index:
-            self._own = dkv
-        else:
-            if self._coming is not None:
-                dkv += engine.ring_exchange_wait(self._coming, dkv)
-            self._coming = engine.ring_exchange_start(dkv, self.state.context.group)
-
-    def arrived(self) -> Tensor:
-        """Return the gradients of this rank's keys and values, summed over all ranks."""
-        if self._every is not None:
-            return engine.reduce_scatter(self._every.flatten(), 0, self.state.context.group)
-        assert self._own is not None and self._coming is not None
-        return self._own + engine.ring_exchange_wait(self._coming, self._own)
+    ``dkvs``: this rank's part of those of each context rank, in the order of ``_arriving``.
+    """
+    group, together, coming = state.context.group, None, None
+    if not state.layout.ring:
+        for source, dkv in dkvs:
+            together = dkv.new_empty(state.context.size, *dkv.shape) if together is None else together
+            together[source] = dkv
+        assert together is not None, "there is this rank's"
+        return engine.reduce_scatter(together.flatten(), 0, group)
+    _, own = next(dkvs)
+    for _, dkv in dkvs:  # a part goes around behind the keys and values, to the rank that holds these
+        if coming is not None:
+            dkv += engine.ring_exchange_wait(coming, dkv)
+        coming = engine.ring_exchange_start(dkv, group)
+    assert coming is not None, "a ring has several ranks"
+    return own + engine.ring_exchange_wait(coming, own)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:

@@ -66,16 +66,18 @@ class Alibi:
         """Return (H,) in fp32: what a key's score changes by for each position that it lies ahead."""
         return self._steepness.on(device, torch.float32)
 
-    def bias(self, queries_BQ: Tensor, keys: Tensor) -> ScoreBias:
-        """Return the bias of scores from positions in the document: those of the queries, and those of the
-        keys, (B, T), or (B, Q, T) if they depend on the query. B may be 1.
+    def bias(self, queries_Q: Tensor, keys_T: Tensor, starts_BQ: Tensor | None) -> ScoreBias:
+        """Return the bias of scores, from the places of queries and keys in their row, and from the places
+        where the queries' documents start, B of them or 1; ``None``: with the row.
         """
-        keys_BQT = keys.unsqueeze(1) if keys.ndim == 2 else keys
 
         def bias(rows: slice, dtype: torch.dtype) -> Tensor:
-            seen = keys_BQT if keys_BQT.shape[1] == 1 else keys_BQT[:, rows]
+            queries, keys = queries_Q[None, rows, None], keys_T.view(1, 1, -1)
+            if starts_BQ is not None:
+                starts = starts_BQ[:, rows, None]
+                queries, keys = queries - starts, keys - starts
             # Less that of the query, which shifts all its scores alike: small numbers have more digits.
-            return self._products(seen, dtype) - self._products(queries_BQ[:, rows, None], dtype)
+            return self._products(keys, dtype) - self._products(queries, dtype)
 
         return bias
 
