@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..parallel_state import BadInput
-from ..parallel_state.engine import TorchDispatchMode
+from ..parallel_state.engine.autograd_and_compiler import TorchDispatchMode
 
 #: Values of ``memory.checkpointing``.
 Checkpointing = Literal["none", "selective", "every", "full"]

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
+from ..parallel_state.engine.autograd_and_compiler import wanted_gradients
+from ..parallel_state.engine.collectives import all_reduce_start, reduce_scatter_start
 from .autocast import autocasts
 from .collectives import check_sequence, enter_tensor
 
@@ -36,15 +38,15 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         state, (x, *weights) = ctx.state, ctx.saved_tensors
-        needed, coming, dx = engine.wanted_gradients(ctx), None, None
+        needed, coming, dx = wanted_gradients(ctx), None, None
         if needed[0]:
             for grad, weight in zip(reversed(grads), reversed(weights), strict=True):  # autograd's order
                 dx = grad @ weight if dx is None else dx.add_(grad @ weight)
             assert dx is not None
             if state.sequence:
-                coming = engine.reduce_scatter_start(dx, 1, state.tensor.group)
+                coming = reduce_scatter_start(dx, 1, state.tensor.group)
             else:
-                coming = engine.all_reduce_start(dx, state.tensor.group)
+                coming = all_reduce_start(dx, state.tensor.group)
         gradients: list[Tensor | None] = []
         flat = x.flatten(0, -2)
         for number, grad in enumerate(grads):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import compile as torch_compile
 from torch import nn
 
-from ..parallel_state import engine
+from ..parallel_state.engine.autograd_and_compiler import allow_graphs, compiler_errors
 from .dropout import Dropout
 from .parallel_linear import ParallelLinear
 
@@ -30,7 +30,7 @@ def compile_blocks(
         keep_compiled_code()
     # Parts of one class share their code, and each may be a graph of its own: LoRA's ranks differ, say; and
     # with gradients, without, in training and in evaluation.
-    engine.allow_graphs(4 * len(parts))
+    allow_graphs(4 * len(parts))
     for part in parts:
         made = torch_compile(part.forward, fullgraph=True, backend=backend)
         part.forward = or_plain(part.forward, made, type(part).__name__) if or_without else made
@@ -76,7 +76,7 @@ def keep_compiled_code() -> None:
 
 def or_plain(plain: Callable[..., Any], compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function that calls ``compiled`` or, after a warning, ``plain`` if torch fails to compile."""
-    errors, failed = engine.compiler_errors(), False
+    errors, failed = compiler_errors(), False
 
     def call(*args: Any, **named: Any) -> Any:
         nonlocal failed

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..parallel_state import DeclaredModule, ParallelState, alone_or, declare_parameter, engine, local
 from ..parallel_state.declaration import Cut, Declaration, declarations, padded_rows
+from ..parallel_state.engine.kernels import assert_on_device
 from ..parallel_state.initial_weights import Constant, Initial, Normal
 from .collectives import gather_from_tensor, leave_tensor
 from .column_products import column_products
@@ -162,7 +163,7 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
         wrong &= ids != but
     if engine.accelerator.is_accelerator(ids.device):
         message = f"a token id is out of range: the vocabulary has {size}"
-        engine.assert_on_device(wrong.any().logical_not(), message)
+        assert_on_device(wrong.any().logical_not(), message)
         return
     if bool(wrong.any()):
         raise IndexError(f"token id {int(ids[wrong][0])} is out of range: the vocabulary has {size}")

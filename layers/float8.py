@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
+from ..parallel_state.engine.kernels import scaled_mm
 from .parallel_linear import ParallelLinear
 
 #: Values of ``float8_scaling``.
@@ -159,7 +160,7 @@ def _multiply(
         left, right = F.pad(left, (0, short)), F.pad(right, (0, 0, 0, short))
     left_scale, right_scale = _scale(left_top, dtype), _scale(right_top, E4M3)
     scaled = left * left_scale.to(left.dtype), (right * right_scale.to(right.dtype)).t()
-    return engine.scaled_mm(
+    return scaled_mm(
         scaled[0].to(dtype, memory_format=torch.contiguous_format),
         scaled[1].to(E4M3, memory_format=torch.contiguous_format).t(),
         left_scale.reciprocal(),

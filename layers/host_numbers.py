@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..parallel_state.engine import accelerator, fake_mode
+from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.autograd_and_compiler import fake_mode
 
 #: The host's numbers of a tensor, and the tensor's version then: numbers that changed since are not these.
 _COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()

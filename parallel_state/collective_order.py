@@ -22,6 +22,8 @@ import torch
 
 from ..system.errors import PeerFailed
 from . import engine
+from .engine.autograd_and_compiler import TorchDispatchMode
+from .engine.collectives import default_store, group_of_call
 from .process_groups import TIMEOUT
 from .state import ParallelState
 
@@ -45,7 +47,7 @@ class _Log:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
 
-class CollectiveOrder(engine.TorchDispatchMode):
+class CollectiveOrder(TorchDispatchMode):
     """Compare collectives between ranks at every ``interval``-th call in a group, while entered.
 
     Raises ``PeerFailed`` on every rank of the group before the call runs, with both calls and the lines of
@@ -57,7 +59,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
     def __init__(self, state: ParallelState, *, interval: int = 1, timeout: timedelta = TIMEOUT) -> None:
         super().__init__()
         self._rank, self._interval, self._timeout = state.rank, interval, timeout
-        self._store = engine.default_store()
+        self._store = default_store()
         # All ranks make as many of these: what an earlier one left in the store is not read.
         number = self._store.add(f"trilith/order/{state.rank}", 1)
         self._prefix = f"trilith/order/{number}"
@@ -77,7 +79,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
                     self._compare(log, f"{group}/left", _AFTERWARDS, failing=True)
 
     def _note(self, name: str, args: Any) -> None:
-        group = engine.group_of_call(args)
+        group = group_of_call(args)
         log = self._logs.get(group.group_name)
         if log is None:
             log = self._logs[group.group_name] = _Log(torch.distributed.get_process_group_ranks(group))

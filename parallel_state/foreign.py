@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..system import counted
 from ..system.errors import BadInput
-from .engine import is_dtensor, is_sharded, parameters_of, ranks_of
+from .engine import is_dtensor, is_sharded
+from .engine.fully_sharded import parameters_of, ranks_of
 from .state import ParallelState
 
 _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 is DDP, 1 to 3 are ZeRO"

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import engine
 from .declaration import buffer_names, declarations
 from .engine import local_data
+from .engine.local_tensors import foreach_mul_, foreach_norm
 from .foreign import check_state
 from .state import ParallelState, alone_or
 
@@ -44,7 +44,7 @@ class GradientClipping:
         if named_grads:
             grads = [grad for _, grad in named_grads]
             dtype = promoted(*{grad.dtype for grad in grads})
-            squares = torch.stack(engine.foreach_norm(grads, dtype)) ** 2
+            squares = torch.stack(foreach_norm(grads, dtype)) ** 2
             owned = tuple(self._owned[name] for name, _ in named_grads)
             total = (squares if all(owned) else squares * self._mask(owned, squares)).sum()
         if self.state.layout.world > 1:
@@ -60,7 +60,7 @@ class GradientClipping:
         scale = torch.where(norm.isfinite(), scale / loss_scale, 1.0)
         grads = [grad for _, grad in self._present()]
         for dtype in {grad.dtype for grad in grads}:
-            engine.foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
+            foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
         return norm
 
     def _present(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..system.errors import BadInput, PeerFailed
-from . import engine
 from .declaration import declarations
 from .engine import accelerator, local_data
+from .engine.local_tensors import foreach_copy_
 from .foreign import check_state
 from .state import ParallelState, alone_or
 
@@ -121,7 +121,7 @@ def _sum_together(
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
         summed = [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)]
-        engine.foreach_copy_(grads, summed)
+        foreach_copy_(grads, summed)
         for parameter, gradient, part in zip(same, gradients, parts, strict=True):
             # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
             if parameter.grad is None and bool(part.any() | ~part.signbit().all()):

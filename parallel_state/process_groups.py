@@ -13,7 +13,9 @@ import torch.distributed as dist
 from ..system.errors import BadInput
 from ..system.freed_blocks import return_large_blocks
 from ..system.process_end import abandon_threads
-from .engine import abort_groups, accelerator, gather_safely
+from .engine import accelerator
+from .engine.collectives import abort_groups
+from .engine.gloo_all_gather import gather_safely
 from .launchers import launched, local_rank
 
 #: How long a rank waits for a peer before it counts as failed, unless told otherwise.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
-from ..parallel_state.engine import accelerator, is_sharded, map_tensors, without_view
+from ..parallel_state.engine import accelerator, is_sharded, map_tensors
+from ..parallel_state.engine.local_tensors import without_view
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput
-from ..parallel_state.engine import dump_on_timeout, group_ranks, recorded_collectives
+from ..parallel_state.engine.measuring import dump_on_timeout, group_ranks, recorded_collectives
 from ..storage.safe_open import read_small
 from ..storage.small_files import read_json
 from ..storage.torch_archive import read_records

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, accelerator, is_dtensor, map_tensors, tensors_in
+from ..parallel_state.engine import accelerator, is_dtensor, map_tensors, tensors_in
+from ..parallel_state.engine.autograd_and_compiler import UncompiledMode
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .forms import remembered
 from .live_bytes import DEVICE, device_of

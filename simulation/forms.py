@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import engine
+from ..parallel_state.engine.autograd_and_compiler import fake_mode, other_modes
 from .live_bytes import device_of
 from .operators import facts_of
 
@@ -32,9 +33,9 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     ``fakes``: torch's mode of fake tensors to compute in, instead of the one that is entered. Of fake tensors
     nothing is remembered where another mode is to see the operator, such as a second recorder.
     """
-    mode: Any = fakes or engine.fake_mode()
+    mode: Any = fakes or fake_mode()
     kind = facts_of(func).gives
-    if kind is None or (kind == "view" if mode is None else engine.other_modes()):
+    if kind is None or (kind == "view" if mode is None else other_modes()):
         return _call(func, args, kwargs, fakes)
     if mode is not None and not all(
         _is_own(tensor, mode) for tensor in engine.tensors_in((*args, *kwargs.values()))

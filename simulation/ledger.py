@@ -17,7 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..parallel_state.engine import backward_number, forward_number, group_of_call, in_backward, tensors_in
+from ..parallel_state.engine import tensors_in
+from ..parallel_state.engine.autograd_and_compiler import backward_number, forward_number, in_backward
+from ..parallel_state.engine.collectives import group_of_call
 from .live_bytes import Call, LiveBytes, Storage, device_of, stored
 from .operators import facts_of
 from .record import Collective, Holder, OperatorSums

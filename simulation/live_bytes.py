@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import UncompiledMode, is_dtensor, local_data, tensors_in
+from ..parallel_state.engine import is_dtensor, local_data, tensors_in
+from ..parallel_state.engine.autograd_and_compiler import UncompiledMode
 
 #: What torch calls to ask for the device of a tensor without numbers: half of all calls.
 DEVICE = torch.ops.prim.device.default

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import uncounted
 from ..parallel_state import BadInput, engine, local
+from ..parallel_state.engine.autograd_and_compiler import without_compiler
 from .kernels import gpu_kernels
 from .micro_batch import MicroBatch
 from .waits import read_in_trace
@@ -36,7 +37,7 @@ def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[Non
                 )  # fmt: skip
             stack.enter_context(uncounted(module))
         if batch.gpu:
-            stack.enter_context(engine.without_compiler())
+            stack.enter_context(without_compiler())
             stack.enter_context(gpu_kernels())
             stack.enter_context(mock.patch.object(Tensor, "tolist", _numbers))
         else:

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..parallel_state.engine import UncompiledMode, group_of_call, tensors_in
+from ..parallel_state.engine import tensors_in
+from ..parallel_state.engine.autograd_and_compiler import UncompiledMode
+from ..parallel_state.engine.collectives import group_of_call
 from ..simulation.operators import facts_of
 
 

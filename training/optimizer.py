@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..models import Family, ModelConfig
 from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names, declarations, require
-from ..parallel_state.engine import AdamW, is_dtensor
+from ..parallel_state.engine import is_dtensor
+from ..parallel_state.engine.local_tensors import AdamW
 from ..recipes.section import ParameterGroup
 from ..system import whole_number
 

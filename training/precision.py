@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ..layers import use_float8
 from ..parallel_state import ParallelState, engine, require
 from ..parallel_state.engine import accelerator, is_dtensor, local_data
+from ..parallel_state.engine.autograd_and_compiler import after_backward
+from ..parallel_state.engine.local_tensors import foreach_copy_, like
 from ..recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             self._weights = self._weights or self._made()
             cast = [weight for weight in self._weights if weight.copy.dtype != weight.master.dtype]
             with torch.no_grad():
-                engine.foreach_copy_(
+                foreach_copy_(
                     [weight.copy for weight in cast], [local_data(weight.master) for weight in cast]
                 )
             for weight in self._weights:
@@ -153,7 +155,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             if kind is None and total is not None:
                 master, grad = weight.master, total.to(weight.master.dtype)
                 if master.grad is None:
-                    master.grad = engine.like(master, grad)
+                    master.grad = like(master, grad)
                 else:
                     local_data(master.grad).add_(grad)
 
@@ -184,7 +186,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             return
         waits = [tensor for tensor in engine.tensors_in(output, records=True) if tensor.requires_grad]
         if waits:
-            waits[0].register_hook(lambda grad: engine.after_backward(self._leave))
+            waits[0].register_hook(lambda grad: after_backward(self._leave))
         else:
             self._leave()
 

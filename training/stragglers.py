@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import ParallelState, together
-from ..parallel_state.engine import Waited, waiting_time
+from ..parallel_state.engine.measuring import Waited, waiting_time
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
 

@@ -24,6 +24,8 @@ from torch import nn
 from ..layers import find_blocks, keep_aside, stacks_of_experts
 from ..parallel_state import ParallelState, buffer_names, declarations, engine, mark_shared, refuse_foreign
 from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.fully_sharded import ReplicaSums, compute_with_stored, ranks_of, sum_on_one_rank
+from ..parallel_state.engine.local_tensors import OfParts, without_view
 from ..parallel_state.state import fsdp_mesh
 from .precision import ComputeWeights, Precision
 
@@ -75,7 +77,7 @@ def shard_over_data(
         "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting,
     }  # fmt: skip
     of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
-    with engine.OfParts():
+    with OfParts():
         for stack in stacks:
             fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
             keep_aside(stack)
@@ -96,24 +98,24 @@ def _without_views(block: nn.Module, inputs: Any, output: Any) -> Any:
     """Return a block's output in memory of its own: what changes a view in place drops FSDP's hook on it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
-    return engine.map_tensors(output, engine.without_view)
+    return engine.map_tensors(output, without_view)
 
 
 def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: ParallelState) -> None:
     """Let FSDP sum gradients, never average: the loss is already divided by the step's tokens."""
     of_experts = state.replica_group(experts=True) if stacks else None
     groups = {False: state.replica_group(), True: of_experts}
-    sums = {experts: engine.ReplicaSums(group) for experts, group in groups.items() if group is not None}
+    sums = {experts: ReplicaSums(group) for experts, group in groups.items() if group is not None}
     for module in model.modules():
         of_replicas = sums.get(module in stacks)
         if engine.is_sharded(module):
             if not state.layout.zero:
-                engine.compute_with_stored(module)
+                compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)
             if of_replicas is not None:
                 of_replicas.take(module)
-            elif all(len(ranks) == 1 for ranks in engine.ranks_of(module)):
-                engine.sum_on_one_rank(module)
+            elif all(len(ranks) == 1 for ranks in ranks_of(module)):
+                sum_on_one_rank(module)
             else:
                 module.set_gradient_divide_factor(1.0)
 

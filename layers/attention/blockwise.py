@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...parallel_state import engine
+from ...parallel_state.engine.autograd_and_compiler import wanted_gradients
+from ...parallel_state.engine.kernels import flash_attention, flash_attention_backward
 from ..autocast import without_autocast
 from ..rounds import rounds
 from .scores import ScoreBias, Scores, add_sinks, sinks_gradient
@@ -64,7 +66,7 @@ def attend(
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
     if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
-        out, log_sums = engine.flash_attention(
+        out, log_sums = flash_attention(
             q_BHQE, k, widened(v, q_BHQE), causal=options.causal, scale=options.scale
         )
         return out[..., : v.shape[-1]].to(inner), log_sums.to(inner)
@@ -100,7 +102,7 @@ def attend_backward(
     if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
         grad, wide, out = (widened(t, q_BHQE) for t in (grad, v, out))
-        dq, dk, dv = engine.flash_attention_backward(
+        dq, dk, dv = flash_attention_backward(
             grad, q_BHQE, k, wide, out, log_sums, causal=options.causal, scale=options.scale
         )
         dv = dv[..., : v.shape[-1]]
@@ -180,7 +182,7 @@ class WholeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sums = ctx.saved_tensors
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, log_sums, sinks)
-        if not any(engine.wanted_gradients(ctx)[:3]):  # the second part of a backward in two
+        if not any(wanted_gradients(ctx)[:3]):  # the second part of a backward in two
             return None, None, None, dsinks, None, None
         dq, dk, dv = ctx.attend_backward(grads[0], q, k, v, out, log_sums)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from ...parallel_state import engine
+from ...parallel_state.engine.autograd_and_compiler import allow_graphs
 from .scores import Scores
 
 #: Tokens of a block of queries or keys.
@@ -108,6 +108,6 @@ def _compiled() -> Callable[..., Tensor]:
 
     Each shape, and each change of the scores, is a graph of its own.
     """
-    engine.allow_graphs(_MOST_GRAPHS)
+    allow_graphs(_MOST_GRAPHS)
     compiled: Callable[..., Tensor] = torch.compile(torch_flex_attention, dynamic=False)
     return compiled

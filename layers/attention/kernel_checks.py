@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel_state import ParallelState
-from ...parallel_state.engine import accelerator, outside_modes
+from ...parallel_state.engine import accelerator
+from ...parallel_state.engine.autograd_and_compiler import outside_modes
 from .backends import FAILED, HALF, AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import BlockAttentionOptions, attend, attend_backward, blockwise_attention, fused_takes
 from .scores import Scores

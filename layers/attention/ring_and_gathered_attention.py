@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
+from ...parallel_state.engine.collectives import ring_exchange_start, ring_exchange_wait
 from ..context_chunks import own_chunks, token_places
 from ..host_numbers import on_host
 from ..rounds import rounds
@@ -151,9 +152,9 @@ def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int,
         return
     for step in rounds(range(size), of_ranks=True):
         last = step == size - 1
-        coming = here if last else engine.ring_exchange_start(here, group)
+        coming = here if last else ring_exchange_start(here, group)
         yield (index - step) % size, *_both(here, k, v)
-        here = here if last else engine.ring_exchange_wait(coming, here)
+        here = here if last else ring_exchange_wait(coming, here)
 
 
 def _both(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +177,10 @@ def _returned(dkvs: Iterator[tuple[int, Tensor]], state: ParallelState) -> Tenso
     _, own = next(dkvs)
     for _, dkv in dkvs:  # a part goes around behind the keys and values, to the rank that holds these
         if coming is not None:
-            dkv += engine.ring_exchange_wait(coming, dkv)
-        coming = engine.ring_exchange_start(dkv, group)
+            dkv += ring_exchange_wait(coming, dkv)
+        coming = ring_exchange_start(dkv, group)
     assert coming is not None, "a ring has several ranks"
-    return own + engine.ring_exchange_wait(coming, own)
+    return own + ring_exchange_wait(coming, own)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:

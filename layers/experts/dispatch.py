@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...parallel_state import ParallelState, engine
+from ...parallel_state import ParallelState
+from ...parallel_state.engine.collectives import all_to_all
 from ..collectives import pair
 from .grouped_matmul import GroupSizes
 
@@ -40,7 +41,7 @@ class Dispatch:
         chosen_E = ends_E.long().diff(prepend=ends_E.new_zeros(1))
         here = num_experts // self.ranks
         each = [here] * self.ranks
-        received_E = engine.all_to_all(chosen_E, each, each, state.expert.group)
+        received_E = all_to_all(chosen_E, each, each, state.expert.group)
         table = torch.stack([chosen_E, received_E]).view(2, self.ranks, here)
         sent, received = table.tolist()
         self._sent, self._received = [sum(row) for row in sent], [sum(row) for row in received]
@@ -68,8 +69,8 @@ class Dispatch:
         return y_MD.index_select(0, self._inverse).view(self.tokens, self.top_k, y_MD.shape[1])
 
     def _exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        there = partial(engine.all_to_all, received=received, sent=sent, group=self.state.expert.group)
-        back = partial(engine.all_to_all, received=sent, sent=received, group=self.state.expert.group)
+        there = partial(all_to_all, received=received, sent=sent, group=self.state.expert.group)
+        back = partial(all_to_all, received=sent, sent=received, group=self.state.expert.group)
         return pair(x, there, back)
 
 

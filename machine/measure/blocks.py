@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...layers import Checkpointing, checkpoint_blocks
 from ...parallel_state import Layout, ParallelState, engine, initialize
+from ...parallel_state.engine.fully_sharded import clocked
 from ...planner.time.measured import FIGURE_NAMES
 from ...simulation.micro_batch import MicroBatch
 from ...simulation.pieces import ModelPieces
@@ -134,7 +135,7 @@ def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], i
     seconds_of_rounds: list[dict[str, float]] = []
     for _ in range(rounds + 2):
         dist.barrier()
-        with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
+        with clocked(engine.fsdp_modules(sharded.layers)) as spent:
             sharded_work()
         dist.barrier()
         longer = seconds_of(whole_work) - seconds_of(alone)

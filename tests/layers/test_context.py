@@ -139,7 +139,7 @@ def test_a_block_is_attention_with_its_gradients(kind, at_once, monkeypatch):
 
 def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
     """Each width and dtype of heads is tried, with as many keys as queries and with more."""
-    right = blocks.engine.flash_attention_backward
+    right = blocks.flash_attention_backward
 
     def fused(state, width=64):
         return kernel_checks.is_right("blocks", torch.device("cpu"), torch.float32, width, state)
@@ -152,12 +152,12 @@ def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
             dq, dk, dv = right(*tensors, **how)
             return dq, dk * 1.01 if dk.shape[dim] == size else dk, dv
 
-        monkeypatch.setattr(blocks.engine, "flash_attention_backward", wrong)
+        monkeypatch.setattr(blocks, "flash_attention_backward", wrong)
         state = ranks(2)[0]
         with pytest.warns(UserWarning, match=r"fused attention on cpu .* of 64 in float32: .* of 1\.0e-02"):
             assert not fused(state)
         assert not fused(state)  # nor is it tried again
-    monkeypatch.setattr(blocks.engine, "flash_attention_backward", right)
+    monkeypatch.setattr(blocks, "flash_attention_backward", right)
     assert fused(state, 32) and not fused(state)
 
 

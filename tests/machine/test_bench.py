@@ -22,6 +22,7 @@ from trilith.machine.measure.cases import PARTS, Bench, Case
 from trilith.machine.measure.run import make_page, shown_figure
 from trilith.machine.random_files import built
 from trilith.parallel_state import Box, Layout, ParallelState, engine, initialize
+from trilith.parallel_state.engine.fully_sharded import clocked
 from trilith.planner.time import machine_from_bench
 from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
@@ -272,7 +273,7 @@ def _slow_gathers_and_sums():
     with pytest.MonkeyPatch.context() as patch:
         for collective, seconds in ((group._all_gather_comm, 0.01), (group._reduce_scatter_comm, 0.03)):
             patch.setattr(type(collective), "__call__", late(type(collective).__call__, seconds))
-        with engine.clocked(modules) as spent:
+        with clocked(modules) as spent:
             model(ids).sum().backward()
         once = dict(spent)
         model(ids).sum().backward()

@@ -10,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.parallel_state import engine
+from trilith.parallel_state.engine.fully_sharded import in_one_backward, left_alone
+from trilith.parallel_state.engine.local_tensors import AdamW, OfParts
 from trilith.testing import run_parallel
 
 
@@ -28,7 +30,7 @@ def gradients(model):
 def after_a_failure():
     """Return the gradients of a backward after one that failed, and those of another model."""
     model = sharded()
-    with pytest.raises(ZeroDivisionError), engine.in_one_backward(model):
+    with pytest.raises(ZeroDivisionError), in_one_backward(model):
         raise ZeroDivisionError
     return gradients(model), gradients(sharded())
 
@@ -47,7 +49,7 @@ def calls_watched():
         return contextlib.nullcontext()
 
     with engine.watched([model], watch):
-        with engine.left_alone([model]), contextlib.suppress(RuntimeError):  # shards are no whole weights
+        with left_alone([model]), contextlib.suppress(RuntimeError):  # shards are no whole weights
             model(torch.ones(2, 4))
         alone = [*seen]
         model(torch.ones(2, 4))
@@ -75,13 +77,13 @@ def operators_of_memory():
 
     with torch.device("meta"):
         other = sharded()
-        with Noted(), engine.OfParts():
+        with Noted(), OfParts():
             model = sharded()
     parameters = [*dispatched]
     with Noted():
         engine.to_empty(model, torch.device("cpu"))
     other.to_empty(device="cpu")
-    optimizer = engine.AdamW(model.parameters())
+    optimizer = AdamW(model.parameters())
     gradients(model)
     with Noted():
         optimizer.step()

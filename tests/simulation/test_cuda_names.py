@@ -13,7 +13,7 @@ import trilith
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import GroupSizes, has_kernel
-from trilith.parallel_state import engine
+from trilith.parallel_state.engine.kernels import flash_attention, flash_attention_backward
 from trilith.testing import Operators
 
 BF16 = torch.bfloat16
@@ -64,8 +64,8 @@ def test_flash_attention_with_log_sums_takes_the_gpu_s_operators():
     """Forward and backward, with fewer queries than keys, as in attention over blocks of a sequence."""
     with FakeTensorMode(), Operators() as operators:
         q, k, v = (torch.empty(2, 4, length, 64, dtype=BF16, device="cuda") for length in (32, 96, 96))
-        out, log_sums = engine.flash_attention(q, k, v, causal=False, scale=0.125)
-        grads = engine.flash_attention_backward(out, q, k, v, out, log_sums, causal=False, scale=0.125)
+        out, log_sums = flash_attention(q, k, v, causal=False, scale=0.125)
+        grads = flash_attention_backward(out, q, k, v, out, log_sums, causal=False, scale=0.125)
     assert out.shape == q.shape and out.dtype == BF16
     assert log_sums.shape == (2, 4, 32) and log_sums.dtype == torch.float32
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]

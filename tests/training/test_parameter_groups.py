@@ -10,7 +10,8 @@ from support.short_runs import built
 from torch.distributed.tensor import DTensor
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
-from trilith.parallel_state.engine import TorchDispatchMode, local_data, tensors_in
+from trilith.parallel_state.engine import local_data, tensors_in
+from trilith.parallel_state.engine.autograd_and_compiler import TorchDispatchMode
 from trilith.recipes.section import ParameterGroup
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw

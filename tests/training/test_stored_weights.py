@@ -13,10 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trilith.data import Batch
 from trilith.layers import cut_sequence
-from trilith.parallel_state import Layout, clip_gradients, engine, initialize
+from trilith.parallel_state import Layout, clip_gradients, initialize
 from trilith.parallel_state.engine import fully_sharded, local_data
+from trilith.parallel_state.engine.local_tensors import like
 from trilith.testing import Operators, run_parallel
-from trilith.training import Precision, Step, TokenLoss, make_adamw
+from trilith.training import Precision, Step, TokenLoss, make_adamw, zero_on_fsdp
 
 FP32 = Precision()
 BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
@@ -26,7 +27,7 @@ def made(layout, precision=FP32, *, copies=False, **changes):
     """Return this rank's model; ``copies``: FSDP copies what it computes with, as torch does by itself."""
     with pytest.MonkeyPatch.context() as patch:
         if copies:
-            patch.setattr(engine, "compute_with_stored", lambda module: None)
+            patch.setattr(zero_on_fsdp, "compute_with_stored", lambda module: None)
         return built(layout, precision, TINIEST_LLAMA | {"num_hidden_layers": 2} | changes)
 
 
@@ -128,7 +129,7 @@ def in_one_storage():
             nonlocal at
             here = local_data(one)
             at += here.numel()
-            return engine.like(one, whole[at - here.numel() : at].view_as(here).copy_(here))
+            return like(one, whole[at - here.numel() : at].view_as(here).copy_(here))
 
         if together:
             model._apply(moved)
