@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState, alone_or
-from .router import Tally, TopKRouter
+from .router import TopKRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Balance:
 @contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Let routers of ``model`` not count what goes through them inside this context, as in a trace."""
-    tallies = {router: router.tally for _, router in routers(model)}
-    for router in tallies:
-        router.tally = Tally()
+    before = {router: router.sums for _, router in routers(model)}
+    for router in before:
+        router.sums = None
     try:
         yield
     finally:
-        for router, tally in tallies.items():
-            router.tally = tally
+        for router, sums in before.items():
+            router.sums = sums
 
 
 class Balancing:
@@ -72,7 +72,7 @@ class Balancing:
         sizes = [size + 3 for size in self._experts.values()]
         by_name = dict(zip(self._experts, flat.split(sizes), strict=True))
         for router in self._here.values():
-            router.tally.sums = None
+            router.sums = None
         loads, losses = [], torch.zeros(3, dtype=torch.float64)
         for name, totals in by_name.items():
             counts = totals[:-3]
@@ -89,22 +89,23 @@ class Balancing:
         return Balance(None if isnan(balance) else balance / rows, z_loss / rows, max(loads))
 
     def summed(self) -> Tensor:
-        """Return every router's tally of the step summed over all ranks, one after the other, E + 3 numbers
-        each, in float64, on the model's device. Collective over all ranks; does not wait for the device.
+        """Return every router's ``sums`` over all ranks, one after the other, on the model's device.
+
+        Collective over all ranks; does not wait for the device.
         """
         if not self._experts:
             return torch.zeros(0, dtype=torch.float64)
         # The ranks of a tensor group saw the same tokens.
         here = self._here.items() if self.state.counts_here else ()
-        tallies = {name: router.tally.sums for name, router in here if router.tally.sums is not None}
+        counted = {name: router.sums for name, router in here if router.sums is not None}
         alone, device = self.state.layout.world == 1, self.state.device
-        if alone and tallies:  # made without a state, it is not told where the model is
-            device = next(iter(tallies.values())).device
+        if alone and counted:  # made without a state, it is not told where the model is
+            device = next(iter(counted.values())).device
         zeros = {
             name: torch.zeros(size + 3, dtype=torch.float64, device=device)
             for name, size in self._experts.items()
         }
-        flat = torch.cat([sums.to(device) for sums in (zeros | tallies).values()])
+        flat = torch.cat([sums.to(device) for sums in (zeros | counted).values()])
         if not alone:
             dist.all_reduce(flat)
         return flat

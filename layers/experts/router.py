@@ -38,7 +38,7 @@ class TopKRouter(DeclaredModule):
     Zoph et al. 2022 (z-loss); DeepSeek-V2 and V3 (2024: groups, bias, losses in each sequence).
     """
 
-    #: Its backward counts into a tally, which no graph of ``torch.compile`` can.
+    #: Its backward counts into ``sums``, which no graph of ``torch.compile`` can.
     one_graph = False
 
     weight: nn.Parameter
@@ -70,7 +70,10 @@ class TopKRouter(DeclaredModule):
         self.balance, self.z_loss = balance, z_loss
         #: The weight of a row's losses; ``None``: one over the rows of the call.
         self.row_scale: float | None = None
-        self.tally = Tally()
+        #: What backward passes have counted, (E + 3,) float64: tokens of each expert; sums over rows of the
+        #: balance loss, which is not a number where nobody asks for it, and of the z-loss; rows. A forward
+        #: would count twice if it is recomputed to save memory, and one without gradients must not count.
+        self.sums: Tensor | None = None
         partial, initial = ("tensor",), initial or Uniform(1 / sqrt(hidden_size))
         self.declare("weight", (num_experts, hidden_size), partial=partial, initial=initial)
         for name in ("bias", "logit_bias"):
@@ -143,40 +146,27 @@ class TopKRouter(DeclaredModule):
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
         loss = loss * (each * float(state.counts_here))
-        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_BE.sum(0), losses, self)
         return same_BSK
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
 
 
-class Tally:
-    """Count the tokens and losses of a router in its backward passes, each once.
-
-    Counting is done in backward: a forward that is recomputed to save memory would count twice, and a forward
-    without gradients (an evaluation) must not count.
-    """
-
-    #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss, which is not a number
-    #: where nobody asks for it, and the z-loss; rows.
-    sums: Tensor | None = None
-
-    def add(self, counts_E: Tensor, losses: Tensor) -> None:
-        new = torch.cat([counts_E, losses]).double()
-        self.sums = new if self.sums is None else self.sums + new
-
-
 class _Inject(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, counts_E: Tensor, losses: Tensor, tally: Tally) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor, counts_E: Tensor, losses: Tensor, router: TopKRouter
+    ) -> Tensor:
         ctx.save_for_backward(counts_E, losses)
-        ctx.tally = tally
+        ctx.router = router
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         counts_E, losses = ctx.saved_tensors
-        ctx.tally.add(counts_E, losses)
+        counted = torch.cat([counts_E, losses]).double()
+        ctx.router.sums = counted if ctx.router.sums is None else ctx.router.sums + counted
         return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
 
 
