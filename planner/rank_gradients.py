@@ -103,7 +103,7 @@ class RankGradients:
         if not elements and runs:
             run = runs[0 if self.work.in_two else -1]
             of_experts = run.trace.experts if self.work.in_two else 0
-            elements = (of_experts or run.piece.gradients - run.trace.experts) / self.made
+            elements = (of_experts or run.trace.gradients - run.trace.experts) / self.made
         elements = elements or self.parameters.most("trained")
         return elements * self.work.reduce * (self.each and self.leaves_buffer)
 

@@ -32,7 +32,9 @@ class RankWalk:
         self.cut, self.made = layout.pipeline > 1, work.compute
         # Without another rank there is nothing to gather.
         self.zero = 0 if self.gradients.alone else layout.zero
-        largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
+        largest = max(
+            (piece.plain.weights for stage in stages for piece in stage.blocks.values()), default=0.0
+        )
         self.here = layout.stages_of(work.at.pipeline)
         self.stages = [
             stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.here, largest=largest)
@@ -126,7 +128,7 @@ class RankWalk:
         at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
         assert loss is not None
         working = max(loss.plain.forward, loss.plain.backward)
-        working += 0 if self.cut and at.logits else loss.kept
+        working += 0 if self.cut and at.logits else loss.plain.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
             working = max(part.plain.forward for part in stage.beside)
         elif self.zero == 3:
@@ -159,7 +161,7 @@ class RankWalk:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         self._forwards(stage)
-        ahead = stage.runs[0].piece.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
+        ahead = stage.runs[0].trace.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
         if zero3 and self.cut and (exit or self.here[place] == 0):  # FSDP gathers the root beside a block
             self.note(self.parameters.root.here * self.made + ahead)
         # The gradients of the output layer wait for the root's, and a tied weight's for its second part.
@@ -196,7 +198,7 @@ class RankWalk:
         """Walk through the backward of blocks that are alike: the first two, and the last one. ``waits``: the
         bytes of gradients that wait for a sum; ``message``: of the gradient that came to the first block.
         """
-        trace, weights, grads, gradients = run.trace, run.piece.weights, run.piece.gradients, self.gradients
+        trace, weights, grads, gradients = run.trace, run.trace.weights, run.trace.gradients, self.gradients
         zero3, drops, first = self.zero == 3, last and self.drops, place in self.absent
         summing = gradients.each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
@@ -237,7 +239,7 @@ class RankWalk:
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
-            made = max(piece.kept + piece.plain.forward, zero3 * stage.largest)
+            made = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
             self.note(self.work.between_blocks - stage.kept + made + zero3 * 3 * stage.largest)
 
     def _experts(

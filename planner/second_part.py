@@ -24,7 +24,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     walk.note(max(walk.parameters.root.here, walk.parameters.most("here")) * walk.made * zero3)
     start, made, adds = walk.now, 0.0, gradients.adds
     for piece, number, block in stage.in_two:
-        part, grads = piece.second_part, piece.gradients * (not adds)
+        part, grads = piece.second_part, piece.plain.gradients * (not adds)
         most = part.second_with_gradient if adds and not first else part.second_with_gradients
         for index in {0, number - 1}:
             walk.now = start - index * part.freed

@@ -108,7 +108,7 @@ class StageBytes:
     def __init__(self, stage: StageCost, work: Work, zero: int, *, own_input: bool, largest: float) -> None:
         self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
         mode, interval = work.checkpointing, work.checkpoint_every
-        self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0
+        self.logits = stage.loss.plain.kept if stage.loss is not None and not work.loss_chunk else 0
 
         def saved(number: int, piece: Piece) -> Trace:
             return piece.under(mode if checkpointed(number, mode, interval) else "none")
@@ -117,10 +117,10 @@ class StageBytes:
         reached = [block for block in blocks if block[0] in stage.reached]
         self.unreached = [piece for number, piece in stage.blocks.items() if number not in stage.reached]
         further = [(number, piece, saved(number, piece)) for number, piece in stage.further.items()]
-        # In ``stage.beside`` nothing of blocks of multi-token prediction is dropped.
-        dropped = sum(piece.kept - trace.kept for _, piece, trace in further)
-        self.exit = stage.behind[0].kept if stage.behind else 0
-        self.kept = _sum(stage.beside, "kept") - dropped + sum(trace.kept for *_, trace in reached)
+        self.exit = stage.behind[0].plain.kept if stage.behind else 0
+        # Of ``stage.beside`` blocks of multi-token prediction may drop something, too.
+        plain = [piece.plain for piece in stage.beside if piece not in stage.further.values()]
+        self.kept = sum(trace.kept for trace in (*plain, *(trace for *_, trace in (*reached, *further))))
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
         self.output = self.cut * (self.logits or work.between_blocks)
         self.kept += self.output
@@ -130,7 +130,6 @@ class StageBytes:
             self.kept += work.between_blocks * (not own_input) - reached[0][2].kept_input
         self.runs = self._runs([*blocks, *further], len(reached) + len(further))
         self.further = len(further)
-        self.gradients = sum(run.number * run.piece.gradients for run in self.runs)
         self.first_part, self.halfway = self._in_two(work, zero) if work.in_two else (0.0, 0.0)
         #: The pieces of a backward in two in the order of its second part, how many are alike, and the number
         #: of a block.
@@ -152,26 +151,26 @@ class StageBytes:
     def _in_two(self, work: Work, zero: int) -> tuple[float, float]:
         stage = self.stage
         if not stage.blocks:  # a user's module, whose stage is one piece
-            first_part = max(part.first_part for part in stage.beside) + 2 * self.largest * (zero == 3)
-            return float(first_part), float(_sum(stage.beside, "between"))
+            first_part = max(part.in_two.first_part for part in stage.beside) + 2 * self.largest * (zero == 3)
+            return float(first_part), float(sum(piece.in_two.between for piece in stage.beside))
         # The gradient of logits is written over them.
-        most, weights, waiting = 0.0, 0, _sum(stage.beside, "waiting") - self.logits
+        most, weights, waiting = 0.0, 0, sum(piece.in_two.waiting for piece in stage.beside) - self.logits
         blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
         for run in blocks:
-            weights = run.piece.weights * (zero == 3)
+            weights = run.trace.weights * (zero == 3)
             for index in {max(run.number - 2, 0), run.number - 1}:
-                before = waiting + index * run.piece.waiting
+                before = waiting + index * run.piece.in_two.waiting
                 ahead = weights if index < run.number - 1 else run.ahead * (zero == 3)
                 # FSDP copies what it received before it gathers the block before.
-                most = max(most, before + 2 * weights, before + run.piece.first_part + weights + ahead)
-            waiting += run.number * run.piece.waiting
+                most = max(most, before + 2 * weights, before + run.piece.in_two.first_part + weights + ahead)
+            waiting += run.number * run.piece.in_two.waiting
         # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
         norm = 0 if work.batch.gpu else 4 * work.between_blocks
-        halfway = _sum(stage.beside, "between") - self.logits
-        halfway += sum(run.number * run.piece.waiting for run in blocks)
+        halfway = sum(piece.in_two.between for piece in stage.beside) - self.logits
+        halfway += sum(run.number * run.piece.in_two.waiting for run in blocks)
         if stage.loss is None and blocks:
             # Behind the last block nothing waits for the second part, so its last operators are done.
-            halfway -= blocks[0].piece.waiting - blocks[0].piece.between
+            halfway -= blocks[0].piece.in_two.waiting - blocks[0].piece.in_two.between
         return max(most, waiting + norm + weights), halfway
 
 
@@ -182,12 +181,8 @@ def most_of(pieces: Sequence[Piece], what: str) -> float:
     """
     most = behind = 0
     for piece in reversed(pieces):
-        most, behind = max(most, getattr(piece.plain, what) - behind), behind + piece.kept
+        most, behind = max(most, getattr(piece.plain, what) - behind), behind + piece.plain.kept
     return most
-
-
-def _sum(pieces: Sequence[Piece], what: str) -> int:
-    return sum(getattr(piece, what) for piece in pieces)
 
 
 def alike_ranks(layout: Layout, costs: Callable[[int], Sequence[StageCost]]) -> list[int]:

@@ -1,6 +1,7 @@
 """Hold the traces of one piece of a stage: a block, what is beside the blocks, or the loss."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Literal
 
 from ..layers import Checkpointing
@@ -33,37 +34,15 @@ class Piece:
             self._known[key] = self._take(*key)
         return self._known[key]
 
-    @property
+    @cached_property
     def plain(self) -> Trace:
         """Return the trace without activation checkpointing."""
         return self.under("none")
 
     @property
-    def kept(self) -> int:
-        return self.plain.kept
-
-    @property
-    def weights(self) -> int:
-        return self.plain.weights
-
-    @property
-    def gradients(self) -> int:
-        return self.plain.gradients
-
-    @property
-    def between(self) -> int:
-        """Return the bytes that the first part of a backward in two leaves to the second one."""
-        return self.under("none", in_two=True).between
-
-    @property
-    def first_part(self) -> int:
-        """Return the most bytes beside the kept ones in the first part of a backward in two."""
-        return self.under("none", in_two=True).first_part
-
-    @property
-    def waiting(self) -> int:
-        """Return the bytes of the gradients among these."""
-        return self.under("none", in_two=True).waiting
+    def in_two(self) -> Trace:
+        """Return the trace with a backward in two parts."""
+        return self.under("none", in_two=True)
 
     @property
     def second_part(self) -> Trace:

@@ -14,7 +14,7 @@ class Trace:
     """Hold what a piece does for one micro-batch on one rank. Bytes do not count the piece's weights.
 
     ``kept``: alive from its forward to its backward, what it is given included (``kept_input``), what it
-    gives (``made``) excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward,
+    gives excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward,
     what it gives included; ``backward``: in its backward, with the gradient of what it gives, without
     gradients of weights; ``with_gradient``: the same with the gradient of a weight until it is added to that
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
@@ -34,7 +34,6 @@ class Trace:
     """
 
     kept: int = 0
-    made: int = 0
     forward: int = 0
     weights: int = 0
     kept_input: int = 0

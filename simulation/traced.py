@@ -92,7 +92,7 @@ def trace(
             inputs.clear()
         recorder.end_chain()
         size = sum(x.nbytes for x in made if recorder.storage(x) is not None)
-        sizes = {"kept": recorder.now - size, "made": size, "kept_input": 0 if first is None else first.size}
+        sizes = {"kept": recorder.now - size, "kept_input": 0 if first is None else first.size}
         instants = {"forward": [after - sizes["kept"] for after in recorder.after]}
         recorder.phase, start = "backward", recorder.at + 1
         if any(x.requires_grad for x in made):

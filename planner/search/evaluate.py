@@ -100,24 +100,18 @@ class Evaluator:
         memory = tuple(self.memory(choice, rank) for rank in range(choice.layout.pipeline))
         return Answer(choice, self._timer(choice).time(), memory, self.request.runtime)
 
-    def least_of_cut(self, cut: Cut) -> float:
-        """Return a lower bound, in seconds, for every layout with this cut: as if no pipeline rank waited."""
-        alike = {(flow.micro_batch, flow.count): flow for flow in cut.flows}
-        return min(self.least_of_rows(cut, flow) for flow in alike.values())
-
     def least_of_rows(self, cut: Cut, flow: Flow) -> float:
-        """Return a lower bound, in seconds, for every schedule with these micro-batches."""
+        """Return a lower bound, in seconds, for every layout with this cut and a flow of these micro-batches:
+        as if no pipeline rank waited.
+        """
         pipeline = cut.layout.pipeline
         seconds = self._whole_model(_plain(cut.layout, 1), pipeline > 1, flow.micro_batch, flow.count == 1)
         return seconds * flow.count / pipeline
 
-    def least_of_flow(self, cut: Cut, flow: Flow, mode: Checkpointing | None = None) -> float:
-        """Return a lower bound, in seconds, for every store of this cut and flow, in one mode of activation
-        checkpointing or in any: "none" computes least.
-        """
-        modes, pipeline = flow.modes if mode is None else (mode,), cut.layout.pipeline
-        compiled = any(self._compiles(each, flow.schedule, pipeline > 1) for each in modes)
-        return self._least_of_stages(_without_store(cut.choice(flow, mode or "none")), compiled)[0]
+    def least_of_flow(self, cut: Cut, flow: Flow) -> float:
+        """Return a lower bound, in seconds, for every layout with this cut and flow: none computes less."""
+        compiled = any(self._compiles(mode, flow.schedule, cut.layout.pipeline > 1) for mode in flow.modes)
+        return self._least_of_stages(_without_store(cut.choice(flow, "none")), compiled)[0]
 
     def least_of_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> float:
         """Return a lower bound, in seconds, for every one of these stores of a cut, flow and mode.

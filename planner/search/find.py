@@ -50,7 +50,7 @@ class Found:
     def add(self, opened: Opened) -> None:
         """Take what opening a group of layouts showed."""
         self.tally.include(opened.tally)
-        self.legal -= opened.illegal
+        self.legal -= opened.tally.count("not legal")  # which a layer refuses, not the config
         self.timed += [] if opened.timed is None else [opened.timed]
         self.best += [] if opened.fastest is None else [opened.fastest]
 

@@ -1,8 +1,8 @@
 """Open groups of layouts, the one with the lowest bound of its time first (Hart et al. 1968).
 
-A group is first a cut of the model, then also a flow, then a mode with a ZeRO stage, and a store. Each of
-these steps makes the bound tighter; a flow and a store have two bounds in turn, and a layout is timed in full
-at the end. What is timed waits for its turn like the groups: if it comes first, no layout is faster.
+A group is first a cut of the model with a flow, then also a mode with a ZeRO stage, then one layout. Each of
+these steps makes the bound tighter; a flow has two bounds in turn, and a layout is timed in full at the end.
+What is timed waits for its turn like the groups: if it comes first, no layout is faster.
 """
 
 import fcntl
@@ -35,13 +35,12 @@ _CUTS_OF_PROCESS, _SENT_AT_ONCE = 32, 32
 
 @dataclass
 class Opened:
-    """State what opening a group with this ``bound`` shows: layouts that are left out, ``illegal`` of them
-    because a layer refuses them; one that fits and was ``timed`` in full; and the ``fastest`` one of its cut.
+    """State what opening a group with this ``bound`` shows: layouts that are left out; one that fits and was
+    ``timed`` in full; and the ``fastest`` one of its cut.
     """
 
     bound: float
     tally: Tally = field(default_factory=Tally)
-    illegal: int = 0
     timed: Answer | None = None
     fastest: Answer | None = None
 
@@ -60,7 +59,8 @@ class Groups:
     def opened(self, cuts: Sequence[Cut]) -> Iterator[Opened]:
         """Yield what opening each group shows, first of all what bounding the cuts does."""
         for cut in cuts:
-            self._push(cut.layouts, self.evaluator.least_of_cut, self._open_cut, cut)
+            for flow in cut.flows:
+                self._push(cut.layouts_of(flow), self.evaluator.least_of_rows, self._open_rows, cut, flow)
         yield self._opened
         while self._heap:
             bound, _, layouts, open_group, (cut, *decided) = heappop(self._heap)
@@ -84,37 +84,27 @@ class Groups:
             bound = least(cut, *decided)
         except BadInput as error:  # building a layer may refuse what the config allows
             self._opened.tally.illegal(error, layouts)
-            self._opened.illegal += layouts
             return
         heappush(self._heap, (bound, next(self._number), layouts, open_group, (cut, *decided)))
-
-    def _open_cut(self, cut: Cut) -> None:
-        for flow in cut.flows:
-            self._push(cut.layouts_of(flow), self.evaluator.least_of_rows, self._open_rows, cut, flow)
 
     def _open_rows(self, cut: Cut, flow: Flow) -> None:
         """Let a flow wait once more, by the tighter one of its two bounds, which takes more work."""
         self._push(cut.layouts_of(flow), self.evaluator.least_of_flow, self._open_flow, cut, flow)
 
     def _open_flow(self, cut: Cut, flow: Flow) -> None:
+        least = self.evaluator.least_of_stores
         for mode in flow.modes:
             for stores in cut.stores_by_zero:
-                self._push_stores(cut, flow, mode, stores)
-
-    def _push_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
-        least = self.evaluator.least_of_stores
-        self._push(len(stores), least, self._open_stores, cut, flow, mode, stores)
+                self._push(len(stores), least, self._open_stores, cut, flow, mode, stores)
 
     def _open_stores(self, cut: Cut, flow: Flow, mode: Checkpointing, stores: Sequence[Store]) -> None:
-        """Open the stores of a ZeRO stage, if the one that needs least memory fits, or a single one."""
-        choice = cut.choice(flow, mode, stores[0])
-        if len(stores) == 1:
-            self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, choice)
-        elif (short := self._short(choice)) is not None:
+        """Open the stores of a ZeRO stage, if the one that needs least memory fits."""
+        if (short := self._short(choice := cut.choice(flow, mode, stores[0]))) is not None:
             self._count_memory(choice, *short, len(stores))
-        else:
-            for store in stores:
-                self._push_stores(cut, flow, mode, (store,))
+            return
+        for store in stores:
+            choice = cut.choice(flow, mode, store)
+            self._push(1, lambda _, choice: self.evaluator.least(choice), self._time, cut, choice)
 
     def _time(self, cut: Cut, choice: Choice) -> None:
         """Evaluate a layout in full, and let it wait again if every one of its ranks fits."""

@@ -220,8 +220,8 @@ def test_the_ten_best_are_those_of_all_layouts(name, headroom, gpus):
     evaluator, fastest = Evaluator(request), dict[object, Answer]()
     for cut, flow, store, answer in every_layout(request):
         choice, seconds = answer.choice, answer.time.seconds
-        least = [evaluator.least_of_cut(cut), evaluator.least_of_rows(cut, flow), evaluator.least(choice)]
-        least += [evaluator.least_of_flow(cut, flow, mode) for mode in (None, choice.checkpointing)]
+        least = [evaluator.least_of_rows(cut, flow), evaluator.least_of_flow(cut, flow)]
+        least += [evaluator.least(choice)]
         least += [evaluator.least_of_stores(cut, flow, choice.checkpointing, (store,))]
         assert max(least) <= seconds * (1 + 1e-12), choice
         if answer.bytes <= request.room:
