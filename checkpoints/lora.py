@@ -28,11 +28,19 @@ from ..models import (
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
-from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, ADAPTERS, FolderKind, kind_of_folder
+from ..storage.file_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    ADAPTERS,
+    OLD_ADAPTER_MODEL,
+    FolderKind,
+    kind_of_folder,
+)
 from ..storage.files_beside_weights import companions_in
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
+from ..storage.torch_archive import open_state_dict
 from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
@@ -144,12 +152,19 @@ def _peft_folder(path: Path, base: Source) -> Source:
     lora, raw = _peft_config(path)
     named = raw.get("base_model_name_or_path")
     stored = StoredAdapter(lora=lora.model_dump(mode="json"), base=named if isinstance(named, str) else None)
-    if not (file_path := contained(path, ADAPTER_MODEL)).exists():
-        todo = "Save it with safetensors; we do not read pickle, which can run code"
-        raise BadInput(file_path, expected="the adapters' weights", found="no such file", todo=todo)
-    _, shapes = adapted(base.family, lora).links(base.model_config)
-    file = TensorFile.open(file_path, expected=shapes)
-    todo = "The adapter is for another model than target_modules and rank of adapter_config.json say"
+    try:
+        _, shapes = adapted(base.family, lora).links(base.model_config)
+    except BadInput as error:  # whose place is a recipe's
+        facts = {"expected": error.expected, "found": error.found, "todo": error.todo}
+        raise BadInput(path / ADAPTER_CONFIG, error.key, **facts) from None
+    if (archive := contained(path, OLD_ADAPTER_MODEL)).exists() and not (path / ADAPTER_MODEL).exists():
+        file: TensorFile = open_state_dict(archive)
+    else:
+        file = TensorFile.open(contained(path, ADAPTER_MODEL), expected=shapes)
+    todo = (
+        "LoRA on embeddings, norms, routers and the output layer is not supported, or the adapter is for "
+        "another model than target_modules and rank of adapter_config.json say"
+    )
     in_file = {name: entry.shape for name, entry in file.tensors.items()}
     check_same_shapes(file.path, shapes, in_file, todo=todo, kind=BadInput)
     for name, entry in file.tensors.items():

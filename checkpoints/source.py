@@ -11,7 +11,15 @@ from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, f
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
-from ..storage.file_names import CHECKPOINTS, CONFIG, MANIFEST, SOURCES, FolderKind, kind_of_folder
+from ..storage.file_names import (
+    CHECKPOINTS,
+    CONFIG,
+    MANIFEST,
+    SOURCES,
+    WEIGHTS_OF_A_MODEL,
+    FolderKind,
+    kind_of_folder,
+)
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
@@ -178,6 +186,8 @@ def read_source(
     if not path.exists():
         refuse_absent(path)
     path, kind = kind_of_folder(path, SOURCES)
+    if kind is FolderKind.MODEL and not any((path / name).exists() for name in WEIGHTS_OF_A_MODEL):
+        kind = FolderKind.OTHER  # a config beside what a trainer or another project saved
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
         return _foreign(path, form, config, names, implementation)
     if kind in (FolderKind.OTHER, FolderKind.TOKENS):

@@ -21,9 +21,11 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: The same in the form before safetensors: archives of ``torch.save``.
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHTS_OF_A_MODEL = (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX)
 CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OLD_ADAPTER_MODEL = "adapter_model.bin"
 #: The index of a checkpoint of ``torch.distributed.checkpoint``.
 DCP_METADATA = ".metadata"
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from ...parallel_state import BadInput
 from ...storage.catalog import Catalog, in_one_file
-from ...storage.file_names import SOURCES, FolderKind, kinds_of, named_tokens
+from ...storage.file_names import ADAPTERS, SOURCES, FolderKind, kinds_of, named_tokens
 from ...storage.output_places import why_absent
 from ...storage.torch_archive import open_state_dict
 from . import dcp, megatron_dist, megatron_legacy, meta
@@ -89,7 +89,9 @@ def refuse_unknown(path: Path, *, of_others: bool) -> None:
     """
     if path.is_file():
         todo = f"Name its folder, {path.parent}, which needs the config.json"
-        if path.suffix != ".safetensors":
+        if path.suffix == ".nemo":
+            todo = f"Unpack it (`tar -xf {path}`), and name the model_weights in it"
+        elif path.suffix != ".safetensors":
             todo = "Name the folder of a model or a checkpoint"
         raise BadInput(path, expected=EXPECTED, found="a file", todo=todo)
     if FolderKind.TOKENS in kinds_of(path):
@@ -103,7 +105,8 @@ def refuse_unknown(path: Path, *, of_others: bool) -> None:
         todo = "DeepSpeed's zero_to_fp32.py in that folder writes its weights: convert what it writes"
         raise BadInput(path, expected=EXPECTED, found="a checkpoint of DeepSpeed's", todo=todo)
     for child in reversed(children):
-        if child.is_dir() and ({*kinds_of(child)} & {*SOURCES} or format_of(child) is not None):
+        of_known_kind = child.is_dir() and {*kinds_of(child)} & {*SOURCES, *ADAPTERS}
+        if of_known_kind or (child.is_dir() and format_of(child) is not None):
             raise BadInput(path, expected=EXPECTED, found="a folder around one", todo=f"Name {child}")
     if of_others:
         todo = f"These are read: {', '.join(form.name for form in FORMATS[:-1])}"

@@ -49,6 +49,23 @@ _REFUSED = {
     "multi_latent_attention": "multi-latent attention is not in the table of names",
     "mtp_num_layers": "layers that predict further tokens have no place in the config",
     "heterogeneous_layers_config_path": "layers that differ in shape have no place in the config",
+    **dict.fromkeys(
+        (
+            *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "glu_linear_offset"),
+            *("moe_apply_probs_on_input", "moe_router_num_groups", "moe_router_score_function"),
+            *("moe_router_topk_scaling_factor", "no_rope_freq", "position_embedding_type", "qk_l2_norm"),
+            *("softmax_scale", "softmax_type", "window_attn_skip_freq"),
+        ),
+        "none of the models that are read computes so, and no tensor shows it",
+    ),
+}
+#: Values of these that every model has; beside them 0 and none.
+_USUAL = {
+    "moe_router_num_groups": (1,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_scaling_factor": (1,),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "softmax_type": ("vanilla",),
 }
 _GELUS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"})
 
@@ -87,9 +104,11 @@ class Arguments:
     def check(self) -> None:
         """Refuse a model whose weights mean something that the table of names does not say."""
         for name, why in _REFUSED.items():
-            if value := getattr(self, name):
+            usual = _USUAL.get(name, ())
+            if (value := getattr(self, name)) and value not in usual:
+                expected = " or ".join(map(str, usual)) or "none"
                 todo = f"Not read: {why}"
-                raise BadInput(self._where, f"args.{name}", expected="none", found=shown(value), todo=todo)
+                raise BadInput(self._where, f"args.{name}", expected=expected, found=shown(value), todo=todo)
 
     def stated(self) -> dict[str, Stated]:
         """Return the facts, by the names of a config's fields; a set or a range holds all that would do."""
@@ -119,6 +138,9 @@ class Arguments:
             facts["max_position_embeddings"] = ("max_position_embeddings", self.max_position_embeddings)
         if self.num_experts:
             facts |= self._experts()
+        match self._stored.get("window_size"):
+            case [int(before), *_] if before >= 0:  # Hugging Face's counts the token too; some write the same
+                facts["sliding_window"] = "window_size", frozenset({before, before + 1})
         return {
             name: Stated(value, f"args.{argument} in {self._where}")
             for name, (argument, value) in facts.items()

@@ -142,7 +142,7 @@ def converted_alone(name):
 def empty(*names):
     def give(folder):
         for name in names:
-            (folder / name).parent.mkdir(parents=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
 
     return give
@@ -161,6 +161,7 @@ def test_a_table_without_rules_leaves_out_what_is_no_weight(tmp_path):
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (hf() / WEIGHTS).read_bytes()
 
 
+NO_WEIGHTS = ((), ("runs/config.json",))
 CHUNK, PART = "__1_0.distcp", "consolidated.01.pth"
 test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
@@ -197,11 +198,19 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=harmed("titan", ".metadata", Path.unlink)),
     Refused("no .metadata of moments", copied("accelerate"), r"optimizer_0/\.metadata: expected the index",
             given=harmed("accelerate", "optimizer_0/.metadata", Path.unlink)),
-    Refused("ZeRO of DeepSpeed", copied("titan"), "found a checkpoint of DeepSpeed's.*zero_to_fp32",
-            given=empty("titan/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt")),
-    Refused("a folder around one", lambda folder: convert(folder / "runs", folder / "out"),
-            "found a folder around one. Name runs/iter-10",
-            given=empty("runs/iter-9/.metadata", "runs/iter-10/.metadata")),
+    # So too where a trainer has put the model's config beside it.
+    *(Refused(f"ZeRO of DeepSpeed{beside}", converted_alone("runs"),
+              "found a checkpoint of DeepSpeed's.*zero_to_fp32",
+              given=empty("runs/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", *beside))
+      for beside in NO_WEIGHTS),
+    *(Refused(f"a folder around one{beside}", converted_alone("runs"),
+              "found a folder around one. Name runs/iter-10",
+              given=empty("runs/iter-9/.metadata", "runs/iter-10/.metadata", *beside))
+      for beside in NO_WEIGHTS),
+    Refused("a folder around adapters", converted_alone("runs"), "Name runs/second",
+            given=empty("runs/second/adapter_config.json")),
+    Refused("an archive of NeMo's", converted_alone("x.nemo"), "Unpack it .*model_weights",
+            given=empty("x.nemo")),
     Refused("a folder of nothing known", copied("titan"), "found no known format. These are read: Megatron",
             given=empty("titan/notes.txt")),
     Refused("one file of safetensors", converted("hf/model.safetensors", hf), "Name its folder, .*hf, which"),

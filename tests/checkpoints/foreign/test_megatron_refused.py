@@ -95,12 +95,18 @@ ARGUMENTS = [
     ("rotary_percent", 0.5, "rotary_dim"), ("use_rope_scaling", True, "rope_scaling"),
     ("norm_epsilon", 1e-6, "rms_norm_eps"), ("swiglu", False, "hidden_act"),
     ("untie_embeddings_and_output_weights", False, "tie_word_embeddings"),
+    ("window_size", (7, 0), "sliding_window"),
 ]  # fmt: skip
 EXPERTS = [
     ("num_experts", 8, "num_experts"), ("num_experts_per_tok", 3, "moe_router_topk"),
     ("norm_topk_prob", True, "moe_router_pre_softmax"), ("moe_intermediate_size", 16, "moe_ffn_hidden_size"),
     ("shared_expert_intermediate_size", 16, "moe_shared_expert_intermediate_size"),
 ]  # fmt: skip
+MEANINGS = {
+    **dict.fromkeys(("rotary_interleaved", "num_layers", "multi_latent_attention"), shared_dicts(100, 6)),
+    "apply_layernorm_1p": True, "position_embedding_type": "none", "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5, "softmax_type": "off-by-one", "no_rope_freq": [1, 0],
+}  # fmt: skip
 GRANITE = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 12.0}
 LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -130,8 +136,8 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     *(Refused(f"experts-{key}", read, rf"args\.{argument}", given=of_experts(**{key: changed}))
       for key, changed, argument in EXPERTS),
     # Weights that mean something else.
-    *(Refused(argument, read, argument, given=dist(args=other_args(**{argument: shared_dicts(100, 6)})))
-      for argument in ("rotary_interleaved", "num_layers", "apply_layernorm_1p", "multi_latent_attention")),
+    *(Refused(argument, read, argument, given=dist(args=other_args(**{argument: value})))
+      for argument, value in MEANINGS.items()),
     Refused("scales that Megatron lacks", read, "embed_tokens", given=dist(whole(LLAMA), **GRANITE)),
     Refused("another backend", read, "--ckpt-format torch_dist", given=dist(
         write=lambda step: (step / "metadata.json").write_text('{"sharded_backend": "zarr"}'))),
