@@ -27,7 +27,7 @@ from trilith.checkpoints.convert.plan import Transfer
 from trilith.machine.random_files import llama, write_hf_folder
 from trilith.parallel_state import Box, Piece
 from trilith.storage import TensorFile, TensorWriter
-from trilith.storage.catalog import Key, LazyTensor
+from trilith.storage.catalog import Key, LazyTensor, listed
 
 TENSOR, PIPELINE = 4, 2
 MATRIX, MATRICES = 4096, 16
@@ -159,7 +159,7 @@ def recut(sources: list[Path], boxes: list[Box], targets: list[Path], wanted: li
                 name,
                 "BF16",
                 (MATRIX, MATRIX),
-                tuple(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True)),
+                listed(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True)),
             )
             for name in files[0].tensors
         }

@@ -16,7 +16,7 @@ from measure import Row, at_most, seconds_of
 from trilith.checkpoints import Manifest
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS
-from trilith.checkpoints.rank_files import checkpoint_catalog, checkpoint_files, files_to_come, stored_tensors
+from trilith.checkpoints.rank_files import files_to_come, stored_tensors
 from trilith.checkpoints.stored_tensor import StoredTensor
 from trilith.parallel_state import Declaration, Layout
 from trilith.recipes import load_recipe
@@ -97,8 +97,8 @@ def main(folder: Path, rounds: int) -> list[Row]:
         for file in manifest.files:
             with (place / file.name).open("wb") as empty:
                 empty.truncate(SIZE)  # without blocks on the disk
-        catalog = checkpoint_catalog(manifest, checkpoint_files(place, manifest))
-        parts = sum(len(whole.parts) for whole in catalog.values())
+        grids = ((tensor.grid, tensor.shape) for tensor in manifest.tensors.values())
+        parts = sum(grid.number(shape) for grid, shape in grids if grid is not None)
         works: dict[str, tuple[Callable[[], object], float]] = {
             "a rank's own share": (run.own_share, 1.0),
             "writing": (lambda run=run, files=files, place=place: run.write(files, place), 2.0),

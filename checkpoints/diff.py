@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput
-from ..storage.catalog import LazyTensor
+from ..storage.catalog import LazyTensor, Seen
 from .source import Source
 
 
@@ -26,10 +26,11 @@ class Difference:
     elements: int = 0
 
 
-def differences(a: Source, b: Source) -> Iterator[Difference]:
+def differences(a: Source, b: Source, seen: Seen | None = None) -> Iterator[Difference]:
     """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit.
 
     Names are trilith's, unless both sources are Hugging Face folders. Moments are compared if both have them.
+    ``seen``: the checksums of files into which what is read is counted (see ``verifying``).
     """
     if a.described.model_type != b.described.model_type:
         raise BadInput(b.path, "model_type", expected=a.described.model_type, found=b.described.model_type)
@@ -44,7 +45,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
         elif second[name].shape != tensor.shape:
             yield Difference(name, f"shape {list(tensor.shape)} and {list(second[name].shape)}")
         else:
-            yield from _compare(tensor, second[name])
+            yield from _compare(tensor, second[name], seen or {})
     for name in second:
         if name not in first and (both_train or not name.startswith("optimizer.")):
             yield Difference(name, f"only in {b.path}")
@@ -55,10 +56,10 @@ def _most(numbers: Tensor) -> float:
     return float(numbers.abs().max()) if numbers.numel() else 0.0
 
 
-def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
+def _compare(a: LazyTensor, b: LazyTensor, seen: Seen) -> Iterator[Difference]:
     name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
-    for x, y in zip(a.in_blocks(), b.in_blocks(), strict=True):
+    for x, y in zip(a.in_blocks(seen), b.in_blocks(seen), strict=True):
         # A scalar has bytes as well, after reshape.
         same = x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y)))
         x, y = x.double(), y.double()

@@ -5,6 +5,7 @@ Every reader goes through here, so it does not matter whether a manifest lists i
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,7 +26,7 @@ from ..parallel_state import (
     stored_box,
 )
 from ..parallel_state.engine import local_data
-from ..storage.catalog import Catalog, Key, LazyTensor, first_difference
+from ..storage.catalog import Catalog, Key, LazyTensor, first_difference, listed
 from ..storage.dtypes import name_of
 from ..storage.file_names import rank_and_world, rank_file_name
 from ..storage.safe_open import contained
@@ -140,27 +141,6 @@ def stored_parts(
             yield place.name, part, place.box
 
 
-@dataclass(frozen=True, slots=True)
-class GridParts:
-    """Hold the parts of tensor ``key`` that a grid states (see ``Grid``), each computed when it is asked for.
-
-    ``files``: the file of each rank.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    grid: Grid
-    files: Mapping[int, TensorFile]
-
-    def __len__(self) -> int:
-        return self.grid.number(self.shape)
-
-    def near(self, box: Box) -> Iterator[Piece[Key]]:
-        """Yield the parts that hold elements of ``box``."""
-        for rank, part in self.grid.parts(self.shape, box):
-            yield Piece.plain(part, Key(self.files[rank], self.key))
-
-
 class CheckpointFile(TensorFile):
     """Read a file of a checkpoint, which is opened when somebody asks what is in it.
 
@@ -222,7 +202,16 @@ def checkpoint_catalog(manifest: Manifest, files: Sequence[TensorFile]) -> Catal
     catalog, by_rank = Catalog(), {rank: files[number] for rank, number in manifest.numbers.items()}
     for name, tensor in manifest.tensors.items():
         owners = (part for part in tensor.parts if part.role == "owner")
-        listed = tuple(Piece.plain(part.box, Key(files[part.file], name)) for part in owners)
-        grid = tensor.grid and GridParts(name, tensor.shape, tensor.grid, by_rank)
-        catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, grid or listed)
+        near = listed(Piece.plain(part.box, Key(files[part.file], name)) for part in owners)
+        if tensor.grid is not None:
+            near = partial(_in_grid, name, tensor.shape, tensor.grid, by_rank)
+        catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, near)
     return catalog
+
+
+def _in_grid(
+    key: str, shape: tuple[int, ...], grid: Grid, files: Mapping[int, TensorFile], box: Box
+) -> Iterator[Piece[Key]]:
+    """Yield the parts of tensor ``key`` that hold elements of ``box``; ``files``: the file of each rank."""
+    for rank, part in grid.parts(shape, box):
+        yield Piece.plain(part, Key(files[rank], key))

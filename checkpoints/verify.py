@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
-from ..storage.catalog import Key
+from ..storage.catalog import Key, Seen
 from ..storage.crc import Checksum, crc32, crc32_combine
 from ..storage.dtypes import TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
@@ -31,7 +32,7 @@ def verify(
     manifest: Manifest,
     *,
     files: Sequence[TensorFile] | None = None,
-    seen: Mapping[TensorFile, Checksum] | None = None,
+    seen: Seen | None = None,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> list[str]:
@@ -64,6 +65,30 @@ def verify(
                 both = f"a difference: {manifest.files[owner].name} and {manifest.files[part.file].name}"
                 raise damaged(directory, shown(name), expected="equal replicas", found=both)
     return [digest.hexdigest() for digest in digests]
+
+
+@contextmanager
+def verifying(source: Source, *, threads: int = 2) -> Iterator[Seen]:
+    """Yield the checksums of a source's files, for what the block reads; then read what it left out, and
+    refuse the source unless each file is the one that was written, as far as anything states its sums.
+
+    A file that the block refuses is compared at once: damage may look like numbers that are not finite.
+    """
+    manifest = source.manifest
+    seen = {file: checksum_of(file) for file in source.files if manifest is not None or file.sums}
+    try:
+        yield seen
+    except BadInput as error:
+        for number, file in enumerate(source.files):
+            if file.path == error.where:
+                verify_sums(file, checksum_of(file))
+                if manifest is not None:
+                    verify_files(manifest, source.files, [number])
+        raise
+    for file, checksum in seen.items():
+        verify_sums(file, checksum)
+    if manifest is not None:
+        verify(source.path, manifest, files=source.files, seen=seen, threads=threads)
 
 
 def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> dict[Path, str]:

@@ -121,15 +121,16 @@ def write_weights(
 
 def _compare(source: "Source", dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
-    from ..checkpoints import differences, read_converted, verify
+    from ..checkpoints import differences, read_converted
+    from ..checkpoints.verify import verifying
     from ..parallel_state import BadCheckpoint
 
     written = read_converted(dst, source)
-    if written.manifest is not None:
-        verify(written.path, written.manifest, files=written.files)
-    for difference in differences(source, written):
-        if dtype is None or math.isnan(difference.absolute):  # a cast changes numbers, never names and shapes
-            raise BadCheckpoint(dst, difference.name, expected="the source's numbers", found=difference.what)
+    with verifying(written) as seen:
+        for difference in differences(source, written, seen):
+            if dtype is None or math.isnan(difference.absolute):  # a cast never changes names and shapes
+                expected = "the source's numbers"
+                raise BadCheckpoint(dst, difference.name, expected=expected, found=difference.what)
     say(
         f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")

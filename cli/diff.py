@@ -31,8 +31,8 @@ def diff(
         check_weights_there(folder, "a Hugging Face folder or a checkpoint")
     from itertools import islice
 
-    from ..checkpoints import Source, differences, foreign_format, read_source, verify
-    from ..checkpoints.verify import checksum_of, verify_sums
+    from ..checkpoints import Source, differences, foreign_format, read_source
+    from ..checkpoints.verify import verifying
     from ..models import implementation_of
 
     reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
@@ -56,13 +56,8 @@ def diff(
     second = opened(b, like=first)
     if implementation_of(second.config) != implementation_of(first.config):
         first = opened(a, like=second)
-    for source in (first, second):
-        if source.manifest is not None:
-            verify(source.path, source.manifest, files=source.files)
-            continue
-        for file in source.files:
-            verify_sums(file, checksum_of(file))
-    differing = list(islice(differences(first, second), most + 1))
+    with verifying(first) as mine, verifying(second) as others:
+        differing = list(islice(differences(first, second, {**mine, **others}), most + 1))
     for difference in differing[:most]:
         largest = f"max abs {difference.absolute:.3g}, max rel {difference.relative:.3g}"
         figures = f"  {difference.elements:,} elements, {largest}" if difference.elements else ""

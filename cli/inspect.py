@@ -1,12 +1,15 @@
 """``trilith inspect DIR``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import print_table, say, table
+
+if TYPE_CHECKING:
+    from ..storage.catalog import LazyTensor
 
 
 def inspect(
@@ -40,7 +43,7 @@ def inspect(
         for line in (*foreign.facts(), *foreign.skipped):
             say(line)
         for name, stored in foreign.tensors.items():
-            say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.parts), 'part')}")
+            say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(_parts(stored), 'part')}")
         return
     folder = read_source(source, config=config, names=names)
     manifest = folder.manifest
@@ -77,7 +80,12 @@ def inspect(
     files = [(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}") for file in folder.stored_files]
     print_table(table("files", ("file", "tensors", "bytes"), files, right=("tensors", "bytes")))
     tensors = (
-        (name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
+        (name, whole.dtype, str(list(whole.shape)), str(_parts(whole)))
         for name, whole in folder.catalog.items()
     )
     print_table(table("tensors", ("name", "dtype", "shape", "parts"), tensors))
+
+
+def _parts(tensor: "LazyTensor") -> int:
+    """Return in how many pieces of files a tensor lies."""
+    return sum(1 for _ in tensor.near(tensor.box))

@@ -6,7 +6,9 @@ boxes of its tensors; a conversion plans over the pieces of such boxes, and read
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from .strides import blocks, first_flaw
 #: Elements of ``LazyTensor.in_blocks``.
 _AT_ONCE = 1 << 22
 Shape = tuple[int, ...]
+#: The checksums of files into which their bytes are counted as they are read.
+Seen = Mapping[TensorFile, Checksum]
+_NONE: Seen = MappingProxyType({})
 T = TypeVar("T")
 
 
@@ -30,32 +35,23 @@ class Key(NamedTuple):
     key: str
 
 
-class ComputedParts(Protocol):
-    """Compute the pieces of a tensor when they are asked for."""
-
-    def near(self, box: Box) -> Iterable[Piece[Key]]:
-        """Return pieces of the tensor among which are all that hold elements of ``box``."""
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Describe a whole tensor that lies in files: the format's name of its dtype, its shape, its pieces."""
+    """Describe a whole tensor that lies in files: the format's name of its dtype, its shape, its pieces.
+
+    ``near`` gives, for a box, pieces of the tensor among which are all that hold elements of the box:
+    ``listed`` ones, or those that a rule computes when they are asked for.
+    """
 
     name: str
     dtype: str
     shape: Shape
-    parts: tuple[Piece[Key], ...] | ComputedParts
+    near: Callable[[Box], Iterable[Piece[Key]]]
 
     @property
     def box(self) -> Box:
         """Return the box of all elements."""
         return Box.whole(self.shape)
-
-    def near(self, box: Box) -> Iterable[Piece[Key]]:
-        """Return pieces of the tensor among which are all that hold elements of ``box``."""
-        return self.parts if isinstance(self.parts, tuple) else self.parts.near(box)
 
     def pieces(self, box: Box) -> list[Piece[Key]]:
         """Return the pieces of ``box``; each element is in one of them.
@@ -70,27 +66,22 @@ class LazyTensor:
             raise BadCheckpoint("checkpoint", self.name, expected=expected, found=f"{covered:,}", todo=todo)
         return pieces
 
-    def in_blocks(self) -> Iterator[Tensor]:
+    def in_blocks(self, seen: Seen = _NONE) -> Iterator[Tensor]:
         """Yield all elements, finite or not, some at a time."""
         for box in blocks(self.box, _AT_ONCE):
-            yield self.read(box, finite=False).contiguous()
+            yield self.read(box, finite=False, seen=seen).contiguous()
 
-    def read(
-        self,
-        box: Box | None = None,
-        *,
-        finite: bool = True,
-        seen: Mapping[TensorFile, Checksum] | None = None,
-    ) -> Tensor:
+    def read(self, box: Box | None = None, *, finite: bool = True, seen: Seen = _NONE) -> Tensor:
         """Return the elements of ``box`` (default: all) in the stored dtype.
 
-        ``seen``: a checksum of each file, into which the bytes are counted. Raises ``BadInput`` for numbers
-        that are not finite, unless ``finite`` is false.
+        Raises ``BadInput`` for numbers that are not finite, unless ``finite`` is false.
         """
         box = self.box if box is None else box
         parts = []
         for (file, key), hull, pieces in _reads(self.pieces(box)):
-            numbers = file.read(key, hull) if seen is None else file.read_counted(key, hull, seen[file])
+            numbers = file.read(key, hull)
+            if (checksum := seen.get(file)) is not None:
+                file.count_in(key, hull, numbers, checksum)
             parts += [(piece.box, piece.of(numbers, hull.start), file.path) for piece in pieces]
         if not parts:
             return torch.empty(box.shape, dtype=TORCH[self.dtype])  # all of it is padding
@@ -118,28 +109,17 @@ class Catalog(dict[str, LazyTensor]):
         return keys
 
 
-@dataclass(frozen=True, slots=True)
-class RenamedParts:
-    """Know a tensor by the pieces that it has in tensors of other names."""
-
-    pieces: Sequence[tuple[Piece[str], LazyTensor]]
-
-    def __len__(self) -> int:
-        return sum(len(tensor.parts) for _, tensor in self.pieces)
-
-    def near(self, box: Box) -> Iterator[Piece[Key]]:
-        """Yield the pieces of ``box`` in files."""
-        for whole, tensor in self.pieces:
-            if (piece := whole.narrow(box)) is not None:
-                for part in tensor.near(piece.hull):
-                    if (stored := piece.through(part)) is not None:
-                        yield stored
+def listed(pieces: Iterable[Piece[Key]]) -> Callable[[Box], Iterable[Piece[Key]]]:
+    """Return these pieces of a tensor for any box of it."""
+    known = tuple(pieces)
+    return lambda box: known
 
 
 def in_one_file(file: TensorFile, key: str) -> LazyTensor:
     """Return the tensor that lies whole, as ``key``, in one file."""
     entry = file.tensors[key]
-    return LazyTensor(key, entry.dtype, entry.shape, (Piece.plain(Box.whole(entry.shape), Key(file, key)),))
+    whole = Piece.plain(Box.whole(entry.shape), Key(file, key))
+    return LazyTensor(key, entry.dtype, entry.shape, listed([whole]))
 
 
 def renamed(
@@ -160,9 +140,17 @@ def renamed(
         if len(dtypes := {source.dtype for source in sources}) > 1:
             raise BadInput(where, name, expected="one dtype", found=", ".join(sorted(dtypes)))
         shape = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
-        parts = RenamedParts([*zip(pieces, sources, strict=True)])
-        tensors[name] = LazyTensor(name, first.dtype, shape, parts)
+        tensors[name] = LazyTensor(name, first.dtype, shape, partial(_through, pieces, sources))
     return tensors
+
+
+def _through(pieces: Sequence[Piece[str]], tensors: Sequence[LazyTensor], box: Box) -> Iterator[Piece[Key]]:
+    """Yield, of pieces of tensors of other names, those of ``box`` in files."""
+    for whole, tensor in zip(pieces, tensors, strict=True):
+        if (piece := whole.narrow(box)) is not None:
+            for part in tensor.near(piece.hull):
+                if (stored := piece.through(part)) is not None:
+                    yield stored
 
 
 def first_difference(

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Self
 
@@ -149,14 +149,14 @@ class TensorFile:
             at += runs.rows * runs.length
         assert at == into.size, (at, into.size)
 
-    def read_counted(self, name: str, box: Box, seen: Checksum) -> torch.Tensor:
-        """Read as ``read`` does, and count the bytes into the file's checksum."""
-        out = self.read(name, box)
-        data, at = out.reshape(-1).view(torch.uint8).numpy().data, 0
-        for offset, length in self.byte_ranges(name, box):
-            seen.add(offset, data[at : at + length])
-            at += length
-        return out
+    def count_in(self, name: str, box: Box, numbers: torch.Tensor, seen: Checksum) -> int | None:
+        """Count what ``read`` gave for ``box`` into the file's checksum, if it is one run of bytes there, and
+        return their CRC-32; other runs are left to whoever reads what the checksum lacks.
+        """
+        ranges = [*islice(self.byte_ranges(name, box), 2)]
+        if len(ranges) != 1:
+            return None
+        return seen.add(ranges[0][0], numbers.reshape(-1).view(torch.uint8).numpy().data)
 
     def state(self) -> tuple[str, object, str]:
         """Return what identifies this very content: the path, the identity, and a hash of the header, of

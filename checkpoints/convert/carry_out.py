@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ...system.machine import memory_available
 from ..hugging_face.writer import for_transformers, open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
-from ..verify import checksum_of, verify, verify_file, verify_sums
+from ..verify import verifying
 from .execute import BLOCK, Group, Work
 from .plan import Form, Plan, identify, plan_conversion
 
@@ -188,10 +189,8 @@ def _move(
     allow_nonfinite: bool,
     options: ConversionOptions,
 ) -> None:
-    """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
-    source, manifest = plan.source, plan.source.manifest if options.check else None
-    stated = options.check and any(file.sums for file in source.files)
-    seen = {file: checksum_of(file) for file in source.files} if manifest is not None or stated else {}
+    """Move the numbers, and verify the source by what is read."""
+    source = plan.source
     fault("convert.before_data", rank=0)
 
     # In the page cache a large output would push out the source before it is read, and slow each write down.
@@ -203,7 +202,8 @@ def _move(
         for directory in (staging.directory, staging.directory.parent):
             Disk().sync_directory(directory)
 
-    try:
+    checking = verifying(source, threads=options.workers) if options.check else nullcontext(dict[Any, Any]())
+    with checking as seen:
         report = Work(
             change=(lambda name: None) if plan.merge is None else plan.merge.change,
             block=BLOCK if plan.merge is None else BLOCK // 2,  # a merge holds it in fp32 as well
@@ -212,18 +212,7 @@ def _move(
             finished=FinishedWork(staging.directory / JOURNAL, sync, sync_interval=options.note_every),
             progress=options.progress,
         ).execute(transfers, options.workers)
-    except BadInput as error:
-        if manifest is not None:  # numbers that are not finite may be what a damaged file looks like
-            for file, stored in zip(source.files, manifest.files, strict=True):
-                if file.path == error.where:
-                    verify_file(file, stored, checksum_of(file))
-        raise
-    fault("convert.after_data", rank=0)
-    if stated:
-        for file, checksum in seen.items():
-            verify_sums(file, checksum)
-    if manifest is not None:
-        verify(source.path, manifest, files=source.files, seen=seen, threads=options.workers)
+        fault("convert.after_data", rank=0)
     todo = "Choose a type with a wider range"
     for name, count in report.overflows.items():
         lost = f"{count:,} that overflow"

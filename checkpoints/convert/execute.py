@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import islice, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from threading import Lock, local
 
 import torch
 from torch import Tensor
 
 from ...parallel_state import BadInput, Box
-from ...storage.catalog import Key, join
-from ...storage.crc import Checksum
+from ...storage.catalog import Key, Seen, join
 from ...storage.dtypes import BITS, TORCH, look_at, smallest
-from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import FinishedWork
 from ...storage.strides import blocks
@@ -74,7 +72,7 @@ class Work:
     change: Callable[[str], Change | None] = lambda name: None
     block: int = BLOCK
     allow_nonfinite: bool = False
-    seen: Mapping[TensorFile, Checksum] = field(default_factory=dict)
+    seen: Seen = field(default_factory=dict)
     finished: FinishedWork | None = None
     progress: Callable[[int], None] = lambda made: None
     report: Report = field(default_factory=Report)
@@ -152,16 +150,10 @@ class Work:
         for number, (place, box) in enumerate(needed.items()):
             out = self._buffer(f"read {number}", box.shape, _dtype_of(place))
             place.file.read(place.key, box, out=out)
-            zero = self._look(place, box, out)
-            read[place] = _Read(out, box, self._sum(place, box, out), zero)
+            zero, checksum = self._look(place, box, out), self.seen.get(place.file)
+            crc = None if checksum is None else place.file.count_in(place.key, box, out, checksum)
+            read[place] = _Read(out, box, crc, zero)
         return read
-
-    def _sum(self, place: Key, box: Box, numbers: Tensor) -> int | None:
-        """Return the CRC-32 of these numbers, if it is wanted and they are one run of bytes in the file."""
-        ranges = [*islice(place.file.byte_ranges(place.key, box), 2)] if self.seen and box.size else []
-        if len(ranges) != 1:
-            return None
-        return self.seen[place.file].add(ranges[0][0], numbers.reshape(-1).view(torch.uint8).numpy().data)
 
     def _look(self, place: Key, box: Box, numbers: Tensor) -> bool:
         """Refuse numbers that are not finite; return whether all are zero."""

@@ -15,23 +15,20 @@ from torch import Tensor
 
 from ...models import shapes_of
 from ...parallel_state import BadInput, Box, Piece
-from ...storage.catalog import LazyTensor
-from ...storage.crc import Checksum
+from ...storage.catalog import LazyTensor, Seen
 from ...storage.disk import writing
 from ...storage.dtypes import TORCH
 from ...storage.output_places import check_output
-from ...storage.safetensors_reader import TensorFile
 from ...storage.staging import staged
 from ..foreign.rules import table_named
 from ..optimizer_state import adamw, moment_name
 from ..source import Source, read_source
-from ..verify import checksum_of, verify, verify_sums
+from ..verify import verifying
 
 #: What some 1.2 kB of an archive and its directory take beside each tensor, and beside its numbers.
 _BESIDE_A_TENSOR = 4096
-Fill = Callable[[], Tensor]
+Fill = Callable[[Seen], Tensor]
 Parts = dict[str, list[tuple[str, Piece[str]]]]
-Seen = Mapping[TensorFile, Checksum] | None
 
 
 def convert_to_dcp(
@@ -57,27 +54,15 @@ def convert_to_dcp(
             expected, actual = "tensors of an optimizer", f"{stored.kind}, whose {key} is no tensor"
             todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
             raise BadInput(source.path, "--to dcp", expected=expected, found=actual, todo=todo)
-    seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
-    nested, made, need = _planned(source, names, seen)
-    for file in source.files if manifest is None else ():
-        verify_sums(file, checksum_of(file))
+    nested, made, need = _planned(source, names)
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
-
-        def verify_rest() -> None:
-            if manifest is not None:
-                verify(source.path, manifest, files=source.files, seen=seen)
-
-        try:
-            _save(nested, made, staging.directory)
-        except Exception:  # numbers that are not finite may be what a damaged file looks like
-            verify_rest()
-            raise
-        verify_rest()
+        with verifying(source) as seen:
+            _save(nested, made, seen, staging.directory)
         staging.publish()
     return source
 
 
-def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> None:
+def _save(nested: dict[str, Any], made: Mapping[str, Fill], seen: Seen, folder: Path) -> None:
     from torch.distributed import checkpoint as dcp  # takes a second to import
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -85,7 +70,7 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
         """Give each tensor when it is written."""
 
         def lookup_object(self, index: Any) -> Any:
-            return made[index.fqn]() if index.fqn in made else super().lookup_object(index)
+            return made[index.fqn](seen) if index.fqn in made else super().lookup_object(index)
 
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
@@ -100,7 +85,7 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
                 raise failure from None
 
 
-def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill], int]:
+def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[str, Fill], int]:
     """Return a state dict of tensors without memory, what makes each tensor by its name, and all bytes."""
     parts, shapes = _parts(source, names)
     prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
@@ -121,7 +106,7 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
             nbytes += empty.nbytes + _BESIDE_A_TENSOR
             (state.setdefault(name, {}) if moment else weights)[moment or name] = empty
             key = f"{optimizer}.state.{name}.{moment}" if moment else prefix + name
-            made[key] = partial(_read, tensors, empty, seen)
+            made[key] = partial(_read, tensors, empty)
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
         ours: dict[str, list[str]] = {}

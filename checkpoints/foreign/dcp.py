@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput, Box, Piece
-from ...storage.catalog import Catalog, Key, LazyTensor
+from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
 from ...storage.safe_open import check_plain_name, contained, read_small
@@ -193,7 +193,7 @@ def _tensor(
             raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=actual)
         made.append(Piece.plain(box, Key(file, file.add(view))))
     check_coverage(where, shown(name), shape, [piece.box for piece in made], kind=BadInput)
-    return LazyTensor(name, stored, shape, tuple(made))
+    return LazyTensor(name, stored, shape, listed(made))
 
 
 def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:

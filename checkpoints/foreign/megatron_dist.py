@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput, Box, Piece
-from ...storage.catalog import Catalog, Key, LazyTensor
+from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
@@ -154,8 +154,8 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
         if not fits or prod(state.shape) != prod(weight.shape):
             key = f"{kind} of {shown(name)}"
             raise BadInput(checkpoint.path, key, expected=[*weight.shape], found=[*state.shape])
-        parts_of = tuple(part for piece in state.near(state.box) for part in _unflattened(piece, size))
-        shaped[name] = LazyTensor(name, state.dtype, weight.shape, parts_of)
+        parts_of = (part for piece in state.near(state.box) for part in _unflattened(piece, size))
+        shaped[name] = LazyTensor(name, state.dtype, weight.shape, listed(parts_of))
     return shaped
 
 
@@ -206,4 +206,4 @@ def _numbered(tensors: Catalog, path: Path) -> Iterator[tuple[str, LazyTensor]]:
                 layers[number].append(row)
         for number, pieces in layers.items():
             layer = f"decoder.layers.{number}.{match[1]}"
-            yield layer, LazyTensor(layer, tensor.dtype, tensor.shape[1:], tuple(pieces))
+            yield layer, LazyTensor(layer, tensor.dtype, tensor.shape[1:], listed(pieces))

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from ...parallel_state import BadInput, Box, Piece
-from ...storage.catalog import Catalog, Key, LazyTensor
+from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.strides import View
@@ -197,7 +197,7 @@ def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> tu
             raise BadInput(folder, name, expected="tensors of one kind on all ranks", found=seen_kinds)
         shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
         dtypes = {dtype for dtype, _ in kinds}
-        pieces = tuple(Piece.plain(box, key) for box, key in parts.items())
+        pieces = listed(Piece.plain(box, key) for box, key in parts.items())
         whole_tensors[name] = LazyTensor(name, dtypes.pop(), shape, pieces)
     return whole_tensors, [*differing]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput, Box, Piece
-from ...storage.catalog import Catalog, Key, LazyTensor, in_one_file
+from ...storage.catalog import Catalog, Key, LazyTensor, in_one_file, listed
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import ViewFile, open_state_dict
@@ -84,7 +84,7 @@ def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
         todo = f"A file after consolidated.{len(files) - 1:02d}.pth is missing: copy it too"
         raise BadInput(files[0].path.parent, shown(name), expected=expected, found=actual, todo=todo)
     shape = tuple(at if d == dim else size for d, size in enumerate(first.shape))
-    return LazyTensor(name, first.dtype, shape, tuple(pieces))
+    return LazyTensor(name, first.dtype, shape, listed(pieces))
 
 
 def _stated(params: dict[str, Any], where: Path) -> dict[str, Stated]:

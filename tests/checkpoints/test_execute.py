@@ -17,7 +17,7 @@ from trilith.checkpoints.convert.execute import Work
 from trilith.checkpoints.convert.plan import Transfer
 from trilith.parallel_state import BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
-from trilith.storage.catalog import Key, LazyTensor
+from trilith.storage.catalog import Key, LazyTensor, listed
 from trilith.storage.catalog import in_one_file as in_file
 from trilith.storage.crc import Checksum
 from trilith.storage.dtypes import look_at, name_of
@@ -39,7 +39,7 @@ def store(directory, name, whole, boxes):
 
 def lazy(files, name, whole, boxes):
     """Return the tensor of which each file has a box."""
-    parts = tuple(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True))
+    parts = listed(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True))
     return LazyTensor(name, name_of(whole.dtype), tuple(whole.shape), parts)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage import safetensors_reader as tensor_file
-from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, in_one_file, renamed
+from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, in_one_file, listed, renamed
 from trilith.storage.crc import Checksum, crc32_combine
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.dtypes import TORCH, name_of
@@ -254,7 +254,7 @@ def test_tensors_that_are_not_there_whole_are_refused(stored):
     with pytest.raises(BadInput, match="here: w: expected one dtype, found F16, F32"):
         renamed(stored, {"w": both}, "here")
     key = next(iter(stored["pairs"].near(Box((0, 0), (1, 1))))).stored
-    holed = LazyTensor("w", "F32", (8, 2), (Piece.plain(Box((0, 0), (7, 2)), Key(*key)),))
+    holed = LazyTensor("w", "F32", (8, 2), listed([Piece.plain(Box((0, 0), (7, 2)), Key(*key))]))
     with pytest.raises(BadCheckpoint, match="w: expected each of 16 elements once, found 14"):
         holed.read()
     with pytest.raises(BadInput, match="here: w: expected each element once"):

@@ -24,7 +24,7 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import Rule, family_of, shapes_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
-from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, renamed
+from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, listed, renamed
 from trilith.storage.torch_archive import open_state_dict
 
 
@@ -286,7 +286,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     torch.save({str(n): theirs[box.slices].clone() for n, box in enumerate(boxes)}, path)
     file = open_state_dict(path)
     name = rule.stored.format(i=1)
-    parts = tuple(Piece.plain(box, Key(file, str(n))) for n, box in enumerate(boxes))
+    parts = listed(Piece.plain(box, Key(file, str(n))) for n, box in enumerate(boxes))
     stored = LazyTensor(name, "F32", tuple(theirs.shape), parts)
     wanted = {name.format(i=1): weights[name] for name in rule.our_names}
     made = tried(stored, rule, wanted)
@@ -323,7 +323,7 @@ def test_a_tensor_of_which_a_part_is_missing_is_refused_when_the_model_is_taken_
     boxes = {name: Box.whole(shape) for name, shape in HF.items()}
     boxes[first] = boxes[first].narrow(0, 1, HF[first][0])
     stored = Catalog({
-        name: LazyTensor(name, "F32", HF[name], (Piece.plain(box, Key(None, name)),))
+        name: LazyTensor(name, "F32", HF[name], listed([Piece.plain(box, Key(None, name))]))
         for name, box in boxes.items()
     })  # fmt: skip
     names = own_names(stored, FAMILY, MODEL)
