@@ -9,7 +9,7 @@ from torch import nn
 
 from ..layers import Stage
 from ..models import Family, Rule
-from ..parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
+from ..parallel_state import BadInput, Declaration, Layout, ParallelState, declarations, require
 from ..parallel_state.collective_errors import together
 from .user_module_family import Described, StoredModule, described_module
 
@@ -69,10 +69,9 @@ def describe(model: nn.Module, state: ParallelState) -> Described:
 def check_memory(model: nn.Module, where: str) -> None:
     """Refuse a model on the meta device, which can be neither filled nor saved; a rank looks for itself."""
     for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            expected, actual = "a parameter with memory", "one on the meta device"
-            todo = 'Build the model with device="cpu", or call model.to_empty(device=...) before'
-            raise BadInput(where, name, expected=expected, found=actual, todo=todo)
+        expected, actual = "a parameter with memory", "one on the meta device"
+        todo = 'Build the model with device="cpu", or call model.to_empty(device=...) before'
+        require(parameter.device.type != "meta", where, name, expected, actual, todo)
 
 
 def _of_one_block(build: Callable[[ParallelState], nn.Module]) -> list[dict[str, Declaration]]:

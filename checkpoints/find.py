@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from ..parallel_state import BadCheckpoint, ParallelState
+from ..parallel_state import BadCheckpoint, ParallelState, require
 from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold
 from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name, holds_steps, set_aside_name
@@ -112,9 +112,8 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     ranks that rank 0 tells which one is taken. ``BadCheckpoint`` if there is none says what there is instead.
     """
     root = folder_of_steps(Path(root))
-    if not root.is_dir():
-        actual = "a file" if root.exists() else "no such directory"
-        raise BadCheckpoint(root, expected="a directory of checkpoints", found=actual)
+    actual = "a file" if root.exists() else "no such directory"
+    require(root.is_dir(), root, None, "a directory of checkpoints", actual, kind=BadCheckpoint)
     tries = _TRIES
     while True:
         seen = {path.name for path in root.iterdir()}

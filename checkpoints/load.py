@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from ..models import AdaptedFamily, implementation_of
-from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, check_state, state_of
+from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, check_state, require, state_of
 from ..parallel_state.collective_errors import all_succeed, together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST
 from .described import check_memory, describe
 from .find import newest_in
-from .lora import base_for, check_same_base, read_adapter, stored_adapter
+from .lora import base_implementation, check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
 from .manifest_checks import Progress, check_progress
 from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
@@ -117,9 +117,8 @@ def _sources(
         source = read_source(place, module=module, mtp=mtp, implementation=implementation, whole=whole)
     if described is not None and not isinstance(described.family, AdaptedFamily):
         check_whole(source, BadCheckpoint)
-        if adapter is not None:
-            todo = "Build it with adapted(family, lora), or let load build it"
-            raise BadInput("load", "model", expected="one with adapters", found="one without", todo=todo)
+        todo = "Build it with adapted(family, lora), or let load build it"
+        require(adapter is None, "load", "model", "one with adapters", "one without", todo)
         return [source]
     if source.adapter is not None and adapter is None and known is not None:
         check_same_base(source.adapter, known, source.path)
@@ -133,7 +132,9 @@ def with_adapter(
 ) -> tuple[Source, Source | None]:
     """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``."""
     if adapter is not None:
-        base = base_for(adapter, source)
+        base, here = source, implementation_of(source.config)
+        if (implementation := base_implementation(adapter) or here) != here:
+            base = read_source(source.path, implementation=implementation)
     elif source.adapter is None:
         return source, None
     elif (place := source.adapter.base) is None:
@@ -169,9 +170,8 @@ def fill(tensor: Tensor, values: Tensor) -> None:
 
 def check_whole(source: Source, kind: type[BadInput] = BadInput) -> None:
     """Refuse LoRA adapters if the weights of a whole model are needed."""
-    if source.adapter is not None:
-        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load` without a model loads both"
-        raise kind(source.path, expected="a whole model", found="LoRA adapters", todo=todo)
+    todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load` without a model loads both"
+    require(source.adapter is None, source.path, None, "a whole model", "LoRA adapters", todo, kind=kind)
 
 
 def _check_same(source: Source, described: Described) -> None:
@@ -260,8 +260,7 @@ def _restore_optimizer(
     for moment in manifest.moments:
         for name, tensor, box in stored_parts(places(model, state), moment_of(optimizer, moment)):
             key = moment_name(moment, name)
-            if name in manifest.frozen:
-                expected, actual = "the moment of a parameter that is trained", "none: it was frozen"
-                todo = "Freeze what the run began with frozen, or start a new run from these weights"
-                raise BadCheckpoint(source.path, key, expected=expected, found=actual, todo=todo)
+            expected, actual = "the moment of a parameter that is trained", "none: it was frozen"
+            todo = "Freeze what the run began with frozen, or start a new run from these weights"
+            require(name not in manifest.frozen, source.path, key, expected, actual, todo, kind=BadCheckpoint)
             fill(tensor, source.ours[key].read(box))

@@ -25,7 +25,7 @@ from ..models import (
     adapted,
     implementation_of,
 )
-from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..parallel_state import BadCheckpoint, BadInput, Box, require
 from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
 from ..storage.file_names import (
@@ -82,8 +82,7 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     adapter, is not supported, or does not fit the base: tensors missing, left over or of another shape, or
     another model's weights.
     """
-    if base.adapter is not None:
-        raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
+    require(base.adapter is None, base.path, None, "the weights of a whole model", "LoRA adapters")
     path, source = _adapters_in(path, whole=whole)
     if source is None:
         return _peft_folder(path, base)
@@ -91,13 +90,6 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
         here = StoredAdapter(lora={}, base=str(base.path), fingerprint=fingerprint(base))
         check_same_base(source.adapter, here, source.path)
     return source
-
-
-def base_for(adapter: str | Path, base: Source) -> Source:
-    """Return the base as adapters' checkpoint has it: computed by the zoo's code, or by transformers'."""
-    here = implementation_of(base.config)
-    implementation = base_implementation(adapter) or here
-    return base if implementation == here else read_source(base.path, implementation=implementation)
 
 
 def base_implementation(adapter: str | Path) -> Implementation | None:
@@ -168,8 +160,7 @@ def _peft_folder(path: Path, base: Source) -> Source:
     in_file = {name: entry.shape for name, entry in file.tensors.items()}
     check_same_shapes(file.path, shapes, in_file, todo=todo, kind=BadInput)
     for name, entry in file.tensors.items():
-        if entry.dtype not in WEIGHTS:
-            raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
+        require(entry.dtype in WEIGHTS, file.path, name, f"one of {', '.join(WEIGHTS)}", entry.dtype)
     catalog = Catalog({name: in_one_file(file, name) for name in shapes})
     return replace(
         base, path=path, companions=companions_in(path), files=[file], catalog=catalog, manifest=None,

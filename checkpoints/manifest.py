@@ -13,7 +13,7 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
-from ..parallel_state import BadCheckpoint, Layout, from_validation
+from ..parallel_state import BadCheckpoint, Layout, from_validation, require
 from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ..storage.strict_json import Count, StoredFile, StrictRecord, parse_object, shown
@@ -75,9 +75,8 @@ class Manifest(StrictRecord):
         looked at: a checkpoint has one of each rank, and one rank looks at all of them for the others.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            actual = "a file" if directory.exists() else "no such directory"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
+        actual = "a file" if directory.exists() else "no such directory"
+        require(directory.is_dir(), directory, None, "a checkpoint", actual, kind=BadCheckpoint)
         path = contained(directory, MANIFEST, kind=BadCheckpoint)
         if not path.exists():
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
@@ -237,8 +236,7 @@ def open_seal(raw: bytes, where: object) -> bytes:
         expected, last_field = "a SHA-256 as the last field", "another text there" if mark else "none"
         raise BadCheckpoint(where, "seal", expected=expected, found=last_field, todo=_TODO)
     digest = hashlib.sha256(body).hexdigest()
-    if match[1].decode() != digest:
-        raise BadCheckpoint(where, "seal", expected=match[1].decode(), found=digest, todo=_TODO)
+    require(match[1].decode() == digest, where, "seal", match[1].decode(), digest, _TODO, kind=BadCheckpoint)
     return body + _END
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation
+from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation, require
 from ..storage.file_names import MANIFEST
 from ..storage.strict_json import DEEPEST, Count, StrictRecord, shown
 from .manifest import Manifest
@@ -25,9 +25,8 @@ def check_plain(value: object, where: object, key: str, depth: int = 0) -> None:
 
     ``depth``: the levels of lists and objects around it.
     """
-    if depth > DEEPEST:
-        short = key if len(key) < 60 else f"{key[:60]}..."
-        raise BadInput(where, short, expected=f"at most {DEEPEST} levels", found="more", todo=_TODO)
+    short = key if len(key) < 60 else f"{key[:60]}..."
+    require(depth <= DEEPEST, where, short, f"at most {DEEPEST} levels", "more", _TODO)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -41,12 +40,10 @@ def check_plain(value: object, where: object, key: str, depth: int = 0) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in value):
             raise BadInput(where, key, expected="whole characters", found=shown(value), todo=_TODO)
     elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise BadInput(where, key, expected="a finite number", found=value, todo=_TODO)
+        require(math.isfinite(value), where, key, "a finite number", value, _TODO)
     elif isinstance(value, int):
-        if value.bit_length() > 1024:
-            size = f"one of {value.bit_length():,} bits"
-            raise BadInput(where, key, expected="a number of at most 1,024 bits", found=size, todo=_TODO)
+        size = f"one of {value.bit_length():,} bits"
+        require(value.bit_length() <= 1024, where, key, "a number of at most 1,024 bits", size, _TODO)
     elif value is not None:
         expected = "text, a number, true, false, a list or an object"
         raise BadInput(where, key, expected=expected, found=f"a {type(value).__name__}", todo=_TODO)

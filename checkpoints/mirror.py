@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ..parallel_state import BadCheckpoint, BadInput, MachineFailed, ParallelState
+from ..parallel_state import BadCheckpoint, BadInput, MachineFailed, ParallelState, require
 from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold, nobody_reads
 from ..storage.file_names import MANIFEST, set_aside_name
@@ -57,8 +57,7 @@ class Mirror:
                 raise BadInput(url, expected="a place outside the run's folder", found=actual)
         new = not complete_checkpoints(root)
         for name in steps_at(self.folder):
-            if new:
-                raise BadInput(url, expected="no checkpoints", found=name, todo=_TODO)
+            require(not new, url, None, "no checkpoints", name, _TODO)
             if (other := self._good(name)) is not None:
                 check_same_model(f"{url}/{name}", other, manifest)
         self.folder.write(_TRIAL, b"trilith")

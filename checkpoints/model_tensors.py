@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..models import Family, ModelConfig
-from ..parallel_state import BadInput, Piece
+from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS, name_of
 from .foreign.rules import Table
@@ -35,10 +35,9 @@ class Repeated:
     def check(self, where: Path, sha256: Callable[[LazyTensor], str] | None = None) -> None:
         """Refuse two that differ, by the SHA-256 of the bytes of each."""
         mine, other = map(sha256 or sha256_of, (self.first, self.again))
-        if mine != other:
-            expected = f"the bytes of {self.first.name} (sha256 {mine[:12]}), {self.why}"
-            differing = f"others (sha256 {other[:12]})"
-            raise BadInput(where, self.again.name, expected=expected, found=differing, todo=self.todo)
+        expected = f"the bytes of {self.first.name} (sha256 {mine[:12]}), {self.why}"
+        differing = f"others (sha256 {other[:12]})"
+        require(mine == other, where, self.again.name, expected, differing, self.todo)
 
 
 def sha256_of(tensor: LazyTensor) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, family_of, implemented_by
-from ..parallel_state import BadInput, Piece
+from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import (
@@ -192,9 +192,8 @@ def read_source(
         return _foreign(path, form, config, names, implementation)
     if kind in (FolderKind.OTHER, FolderKind.TOKENS):
         refuse_unknown(path, of_others=config is not None)
-    if config is not None or names is not None:
-        actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
-        raise BadInput(path, expected="a checkpoint of another project", found=actual, todo=todo)
+    actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
+    require(config is None and names is None, path, None, "a checkpoint of another project", actual, todo)
     match kind:
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path, whole=whole), implementation)

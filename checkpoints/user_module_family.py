@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import all_stages
 from ..models import Family, Link, Rule
 from ..models.base.hugging_face_names import expand
-from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
+from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations, require
 from ..storage.strict_json import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
@@ -151,12 +151,8 @@ class ModuleFamily:
 
     def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         shapes = {name: stored.shape for name, stored in self.module.declarations.items()}
-        if not self.rules:
-            expected, todo = (
-                "a table of Hugging Face's names",
-                "Give names=[Rule(ours, stored)] to describe_module",
-            )
-            raise BadInput(self.model_type, "names", expected=expected, found="none", todo=todo)
+        todo = "Give names=[Rule(ours, stored)] to describe_module"
+        require(self.rules, self.model_type, "names", "a table of Hugging Face's names", "none", todo)
         numbers = (int(number) for name in shapes for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
         blocks = 1 + max(numbers, default=-1)
         check_names(self.rules, shapes, blocks)
@@ -225,5 +221,4 @@ def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], bl
             expected, names = "a rule for a parameter", " and ".join(rule.our_names)
             raise BadInput("names", hf, expected=expected, found=f"none named {names}", todo=near)
     for name in shapes:
-        if name not in covered:
-            raise BadInput("names", name, expected="a rule for every parameter", found="none for this one")
+        require(name in covered, "names", name, "a rule for every parameter", "none for this one")

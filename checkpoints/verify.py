@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
+from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState, require
 from ..parallel_state.collective_errors import together
 from ..storage.catalog import Key, Seen
 from ..storage.crc import Checksum, crc32, crc32_combine
@@ -159,9 +159,8 @@ class _Tensors:
                     for name in names:
                         self._take(keys[name], _tensor(file, name, region, end - len(region)))
                     region = bytearray()
-        if done < size:
-            expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
-            raise BadCheckpoint(file.path, expected=expected, found=f"only {done:,}", todo=todo)
+        expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
+        require(done >= size, file.path, None, expected, f"only {done:,}", todo, kind=BadCheckpoint)
         return digest.hexdigest(), seen
 
     def _take(self, stored: Key, numbers: Tensor) -> None:
@@ -174,8 +173,7 @@ class _Tensors:
                 return
             numbers = key.file.made_from(key.key, [self._parts.pop(part) for part in parts])
         numbers = numbers.contiguous()
-        if not look_at(numbers).finite:
-            raise BadInput(self._source.path, name, expected="finite numbers", found="a NaN or an infinity")
+        require(look_at(numbers).finite, self._source.path, name, "finite numbers", "a NaN or an infinity")
         if (digest := self.digests.get(name)) is not None:
             digest.update(numbers.view(torch.uint8).numpy().data)
 
@@ -265,11 +263,10 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
 
     opened = together(check, state)
-    if len(set(opened)) > 1:
-        names = " and ".join(sorted({name for name, _ in opened}))
-        expected = "the same checkpoint on every rank"
-        todo = "A run saved meanwhile: name one of its checkpoints, or try again"
-        raise BadCheckpoint(source.path.parent, expected=expected, found=names, todo=todo)
+    names = " and ".join(sorted({name for name, _ in opened}))
+    expected = "the same checkpoint on every rank"
+    todo = "A run saved meanwhile: name one of its checkpoints, or try again"
+    require(len(set(opened)) <= 1, source.path.parent, None, expected, names, todo, kind=BadCheckpoint)
 
 
 def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from .crc import crc32
 from .safe_open import contained, open_regular, read_small
 from .strict_json import StoredFile, shown
@@ -58,7 +58,6 @@ class Companion:
 def read_companions(paths: Sequence[Path]) -> list[Companion]:
     """Read all of them; ``BadInput`` for a file whose name is not that of a companion."""
     for path in paths:
-        if path.name not in COMPANIONS:
-            expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
-            raise BadInput(path, "companions", expected=expected, found=shown(path.name), todo=todo)
+        expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
+        require(path.name in COMPANIONS, path, "companions", expected, shown(path.name), todo)
     return [Companion(path.name, read_small(path, _MOST_BYTES)) for path in paths]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from ..parallel_state import BadInput, fault
+from ..parallel_state import BadInput, fault, require
 from ..system.addresses import address_of
 from .disk import Disk, DiskFailed, FileLock, closing, try_lock, writing
 from .file_names import LONGEST_NAME, beside, finished_name, kept_by_runs, leftovers, unfinished
@@ -87,22 +87,14 @@ def check_output_file(
     regular file, but never one in a place that ``check_place`` refuses. ``parents``: make those above it.
     """
     check_place(out, inputs)
-    if out.is_symlink():
-        raise BadInput(out, expected="a new file", found="a link", todo="Name its target instead")
-    around = Path(os.path.abspath(out)).parent  # of the root it is the root
-    above = next(folder for folder in (around, *around.parents) if folder.exists())
-    if not above.is_dir():
-        raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
-    if not parents and not out.parent.is_dir():
-        actual, todo = f"no folder {out.parent}", "Make the folder first"
-        raise BadInput(out, expected="a file in a folder that exists", found=actual, todo=todo)
-    if out.is_dir():
-        raise BadInput(out, expected="a file to write", found="a folder", todo="Name a file in it")
+    require(not out.is_symlink(), out, None, "a new file", "a link", "Name its target instead")
+    require(not out.is_dir(), out, None, "a file to write", "a folder", "Name a file in it")
     check_home(out)
+    actual, todo = f"no folder {out.parent}", "Make the folder first"
+    require(parents or out.parent.is_dir(), out, None, "a file in a folder that exists", actual, todo)
     if not out.exists():
         return
-    if not stat.S_ISREG(out.stat().st_mode):
-        raise BadInput(out, expected="a file to write", found="a pipe or a device")
+    require(stat.S_ISREG(out.stat().st_mode), out, None, "a file to write", "a pipe or a device")
     if not force and (ours is None or not ours(_seen(out))):
         todo = "Choose another name, or say --force to replace it"
         actual = "one that exists and is not this command's own earlier output"
@@ -141,11 +133,9 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
 
 def check_free(output: Path) -> None:
     """Refuse an output that is there already, unless it is an empty folder."""
-    if output.is_symlink():
-        raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
+    require(not output.is_symlink(), output, None, "a new directory", "a link", "Name its target instead")
     if output.exists():
-        if not output.is_dir():
-            raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
+        require(output.is_dir(), output, None, "a new directory", "a file", "Choose another name")
         if any(output.iterdir()):
             actual, todo = "one with files in it", "Choose another name or remove it first"
             if clear_leftovers(output, lock_only=True) and not leftovers(output):
@@ -153,9 +143,9 @@ def check_free(output: Path) -> None:
                 actual = "a complete one, and the lock of the command that was killed after it had written it"
                 todo = "The lock is removed: use the folder, or choose another name"
             raise BadInput(output, expected="a new or empty directory", found=actual, todo=todo)
-        if output.samefile("."):  # a new directory takes its place: the shell would be in none
-            place, todo = "the folder that the command runs in", "Name a new folder in it"
-            raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
+        # A new directory takes its place: the shell would be in none.
+        place, todo = "the folder that the command runs in", "Name a new folder in it"
+        require(not output.samefile("."), output, None, "a new or another directory", place, todo)
 
 
 def check_home(output: Path) -> Path:
@@ -169,8 +159,7 @@ def check_home(output: Path) -> Path:
         if home.is_symlink():
             actual = f"a link to {os.readlink(home)}, which is absent"
             raise BadInput(home, expected="a directory", found=actual)
-    if not home.is_dir():
-        raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
+    require(home.is_dir(), home, None, "a directory", "a file", "Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):
         todo = "Change its permissions, or name another place"
         raise BadInput(home, expected="a directory that we may write to", found="no permission to", todo=todo)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
+from ..parallel_state import BadCheckpoint, BadInput, MachineFailed, require
 from ..system.addresses import note_copy
 from .crc import crc32
 from .disk import Disk, FileLock, Hold, closing, hold, nobody_reads, writing
@@ -181,8 +181,7 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
     """
     folder = RemoteFolder(url)
     files = {name: version for name, version in folder.versions().items() if wanted(name)}
-    if not files:
-        raise BadInput(url, expected="a folder with files to read", found="none")
+    require(files, url, None, "a folder with files to read", "none")
     version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:_DIGEST]
     target = cache_folder() / version / folder.url.rpartition("/")[2]
     sizes = {name: size for name, (size, _) in files.items()}
@@ -240,9 +239,8 @@ def _make_room(url: str, need: int) -> None:
         most = float(setting or _DEFAULT_GB) * 1e9
     except ValueError:
         raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None
-    if need > most:
-        expected = f"at most {most / 1e9:g} GB, as {CACHE_GB} says"
-        raise BadInput(url, expected=expected, found=f"{need / 1e9:.3g} GB")
+    expected = f"at most {most / 1e9:g} GB, as {CACHE_GB} says"
+    require(need <= most, url, None, expected, f"{need / 1e9:.3g} GB")
     copies = sorted(cache_folder().glob("?" * _DIGEST + "/*/"), key=lambda path: path.stat().st_mtime)
     sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
     left = sum(sizes.values())
@@ -253,7 +251,6 @@ def _make_room(url: str, need: int) -> None:
                     remove_checkpoint(copy)
                     Disk().remove_tree(copy.parent)
                     left -= sizes[copy]
-    if left + need > most:
-        expected = f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take"
-        todo = f"Set {CACHE_GB} to a larger number, or end the processes that use copies in {cache_folder()}"
-        raise BadInput(url, expected=expected, found=f"{left / 1e9:.3g} GB in use", todo=todo)
+    expected = f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take"
+    todo = f"Set {CACHE_GB} to a larger number, or end the processes that use copies in {cache_folder()}"
+    require(left + need <= most, url, None, expected, f"{left / 1e9:.3g} GB in use", todo)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..parallel_state import BadInput, from_os_error
+from ..parallel_state import BadInput, from_os_error, require
 from .disk import closing
 from .strict_json import shown
 
@@ -31,10 +31,9 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
         raise from_os_error(error, path, expected="a file", kind=kind) from None
     except ValueError as error:  # an embedded NUL
         raise kind(path, expected="a file", found=str(error)) from None
-    if not stat.S_ISREG(status.st_mode):
-        file_kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        todo = todo or "Put the file itself in its place, or name another"
-        raise kind(path, expected="a regular file", found=file_kind, todo=todo)
+    file_kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+    todo = todo or "Put the file itself in its place, or name another"
+    require(stat.S_ISREG(status.st_mode), path, None, "a regular file", file_kind, todo, kind=kind)
     return status
 
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from math import prod
 from typing import NoReturn
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from .dtypes import BITS
 from .strict_json import parse_object, shown, what_it_looks_like
 from .strides import View
@@ -26,20 +26,16 @@ def header_length(first: bytes, size: int, where: object) -> int:
     """Return how many bytes of JSON follow the first 8; check the number before so many bytes are read."""
     if hint := what_it_looks_like(first):
         raise BadInput(where, expected="a safetensors file", found=shown(first[:24]), todo=hint)
-    if size < _LENGTH:
-        actual = f"a file of {size} bytes"
-        raise BadInput(where, expected="a safetensors file", found=actual, todo=_CUT_SHORT)
+    actual = f"a file of {size} bytes"
+    require(size >= _LENGTH, where, None, "a safetensors file", actual, _CUT_SHORT)
     length = int.from_bytes(first[:_LENGTH], "little")
-    if length < 2:
-        raise BadInput(where, "header length", expected="at least 2", found=length)
+    require(length >= 2, where, "header length", "at least 2", length)
     if length > MAX_HEADER and length > size - _LENGTH:
         length_and_size = f"{length:,} in a file of {size:,} bytes"
         raise BadInput(where, "header length", expected="a safetensors file", found=length_and_size)
-    if length > size - _LENGTH:
-        expected = f"{length + _LENGTH:,} bytes of header"
-        raise BadInput(where, expected=expected, found=f"{size:,} bytes in all", todo=_CUT_SHORT)
-    if length > MAX_HEADER:
-        raise BadInput(where, "header length", expected=f"at most {MAX_HEADER:,}", found=f"{length:,}")
+    expected = f"{length + _LENGTH:,} bytes of header"
+    require(length <= size - _LENGTH, where, None, expected, f"{size:,} bytes in all", _CUT_SHORT)
+    require(length <= MAX_HEADER, where, "header length", f"at most {MAX_HEADER:,}", f"{length:,}")
     return length
 
 
@@ -51,8 +47,7 @@ def parse_header(
 
     Names that look like paths are refused unless they are in ``expected``: a name must never become a path.
     """
-    if not raw.startswith(b"{"):
-        raise BadInput(where, "header", expected="a JSON object", found=shown(raw[:24]))
+    require(raw.startswith(b"{"), where, "header", "a JSON object", shown(raw[:24]))
     if raw.count(b'"data_offsets"') > MAX_TENSORS:  # before a parse that would take seconds
         raise BadInput(where, "header", expected=f"at most {MAX_TENSORS:,} tensors", found="more")
     fields = parse_object(raw, f"{where}: header")
@@ -148,5 +143,4 @@ def _check_tiling(tensors: dict[str, View], data_begin: int, size: int, where: o
                 where, key, expected=f"{entry.end:,} bytes in the file", found=f"{size:,}", todo=todo
             )
         at, before = entry.end, f"tensor {shown(name)}"
-    if at != size:
-        raise BadInput(where, expected=f"{at:,} bytes, the end of {before}", found=f"{size:,}")
+    require(at == size, where, None, f"{at:,} bytes, the end of {before}", f"{size:,}")

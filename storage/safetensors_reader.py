@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..parallel_state import BadCheckpoint, Box, require
 from .crc import Checksum
 from .dtypes import BITS, TORCH
 from .safe_open import open_regular, read_full
@@ -63,8 +63,7 @@ class TensorFile:
             first = os.pread(fd, 256, 0)
             length = header_length(first, status.st_size, path)
             raw = os.pread(fd, length, 8)
-            if len(raw) < length:
-                raise BadInput(path, expected=f"{length:,} bytes of header", found=f"{len(raw):,}")
+            require(len(raw) >= length, path, None, f"{length:,} bytes of header", f"{len(raw):,}")
             header, size = parse_header(raw, status.st_size, path, expected=expected), status.st_size
             return cls(path, *header, size, identity_of(status))
 
@@ -95,9 +94,8 @@ class TensorFile:
         """
         entry = self.tensors[name]
         box = Box.whole(entry.shape) if box is None else box
-        if entry.dtype not in TORCH:
-            todo = "Quantised checkpoints are not supported"
-            raise BadInput(self.path, name, expected="a dtype that torch holds", found=entry.dtype, todo=todo)
+        todo = "Quantised checkpoints are not supported"
+        require(entry.dtype in TORCH, self.path, name, "a dtype that torch holds", entry.dtype, todo)
         out = torch.empty(box.shape, dtype=TORCH[entry.dtype]) if out is None else out
         fits = out.dtype == TORCH[entry.dtype] and out.shape == box.shape and out.is_contiguous()
         assert fits, (name, out.dtype, out.shape)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..system import literal
 
 #: Nested levels of lists and objects. Real configurations have fewer than ten.
@@ -80,9 +80,8 @@ def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -
 
 def refuse_pointer(raw: bytes, where: object) -> None:
     """Refuse what git-lfs leaves in a file's place until the file is fetched."""
-    if raw.startswith(_POINTER):
-        todo = what_it_looks_like(raw)
-        raise BadInput(where, expected="the file itself", found="a git-lfs pointer", todo=todo)
+    todo = what_it_looks_like(raw)
+    require(not raw.startswith(_POINTER), where, None, "the file itself", "a git-lfs pointer", todo)
 
 
 def what_it_looks_like(raw: bytes) -> str:

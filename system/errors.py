@@ -73,11 +73,20 @@ class BadInput(ValueError):
 
 
 def require(
-    holds: object, where: object, key: object, expected: object, actual: object = None, todo: str = ""
+    holds: object,
+    where: object,
+    key: object,
+    expected: object,
+    actual: object = None,
+    todo: str = "",
+    *,
+    kind: type[BadInput] = BadInput,
 ) -> None:
-    """Raise ``BadInput`` unless something ``holds``; all words are made either way, so they must be cheap."""
+    """Raise an error of ``kind`` unless something ``holds``; all words are made either way, so they must be
+    cheap.
+    """
     if not holds:
-        raise BadInput(where, key, expected=expected, found=actual, todo=todo)
+        raise kind(where, key, expected=expected, found=actual, todo=todo)
 
 
 class BadCheckpoint(BadInput):

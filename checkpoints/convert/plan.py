@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, Box, Layout, Piece, buffer_names, dtype_named
+from ...parallel_state import BadInput, Box, Layout, Piece, buffer_names, dtype_named, require
 from ...storage.catalog import Key, LazyTensor
 from ...storage.dtypes import BITS, name_of
 from ...storage.file_names import ADAPTER_MODEL
@@ -179,10 +179,9 @@ def plan_conversion(
             expected = "a whole model"
             todo = f"--to peft writes the adapters; `trilith merge-lora BASE {src} OUT` a whole model"
         raise BadInput(source.path, f"--to {form}", expected=expected, found=actual, todo=todo)
-    if tensor * pipeline > 1 or split is not None:
-        actual = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
-        todo = "A Hugging Face folder is whole: leave out --tensor, --pipeline and --split"
-        raise BadInput("convert", f"--to {form}", expected="no layout", found=actual, todo=todo)
+    actual = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
+    todo = "A Hugging Face folder is whole: leave out --tensor, --pipeline and --split"
+    require(tensor * pipeline <= 1 and split is None, "convert", f"--to {form}", "no layout", actual, todo)
     return plan_to_hf(source, dtype=name)
 
 

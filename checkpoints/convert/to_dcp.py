@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...models import shapes_of
-from ...parallel_state import BadInput, Box, Piece
+from ...parallel_state import BadInput, Box, Piece, require
 from ...storage.catalog import LazyTensor, Seen
 from ...storage.disk import writing
 from ...storage.dtypes import TORCH
@@ -45,9 +45,8 @@ def convert_to_dcp(
     """
     source = read_source(src, config=config)
     check_output(Path(dst), inputs=[source.path], apart=True)
-    if source.adapter is not None:
-        todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
-        raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
+    todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
+    require(source.adapter is None, source.path, "--to dcp", "a whole model", "LoRA adapters", todo)
     manifest = source.manifest
     if manifest is not None and (stored := manifest.optimizer) is not None:
         for key in (key for key, number in stored.numbers.items() if number.dtype in ("int", "float")):
@@ -100,8 +99,7 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
             if len(tensors) < len(stored):
                 continue  # the moment of a frozen weight
             dtypes = {tensor.dtype for tensor, _ in tensors}
-            if len(dtypes) > 1:
-                raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+            require(len(dtypes) <= 1, source.path, name, "one dtype", ", ".join(sorted(dtypes)))
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
             nbytes += empty.nbytes + _BESIDE_A_TENSOR
             (state.setdefault(name, {}) if moment else weights)[moment or name] = empty
@@ -124,10 +122,9 @@ def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]
     stored, numbers = of_manifest or adamw({"updates": source.updates}), {}
     for key, number in stored.numbers.items():
         values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
-        if len(values) > 1:
-            expected, todo = f"one number for {parts[0]}", "Save the weights without the optimizer"
-            actual = ", ".join(map(str, values))
-            raise BadInput(source.path, f"optimizer.{key}", expected=expected, found=actual, todo=todo)
+        expected, todo = f"one number for {parts[0]}", "Save the weights without the optimizer"
+        actual = ", ".join(map(str, values))
+        require(len(values) <= 1, source.path, f"optimizer.{key}", expected, actual, todo)
         if (value := values.pop()) is not None:
             numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
     return numbers

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...models import ModelConfig
-from ...parallel_state import BadInput
+from ...parallel_state import require
 from ...storage.catalog import Catalog
 from ...system import counted, literal
 
@@ -101,10 +101,9 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
         ours = getattr(config, name, None)
         if name == "rope_scaling" and not isinstance(stated.value, bool):
             ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
-        if not _same(stated.value, ours):
-            expected = f"{stated.text}, as {stated.where} says"
-            todo = "The config is of another model than the checkpoint"
-            raise BadInput(where, name, expected=expected, found=ours, todo=todo)
+        expected = f"{stated.text}, as {stated.where} says"
+        todo = "The config is of another model than the checkpoint"
+        require(_same(stated.value, ours), where, name, expected, ours, todo)
 
 
 def _same(a: object, b: object) -> bool:

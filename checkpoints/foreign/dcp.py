@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput, Box, Piece
+from ...parallel_state import BadInput, Box, Piece, require
 from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
@@ -98,9 +98,8 @@ def read_tensors(path: Path, further: Mapping[str, Maker | None] | None = None) 
     ``further``: names that a writer adds to those of DCP in ``.metadata``.
     """
     where = path / DCP_METADATA
-    if not where.exists():
-        todo = "Copy it too: `cp FOLDER/*` leaves out a name that begins with a dot"
-        raise BadInput(where, expected="the index of the *.distcp beside it", found="no such file", todo=todo)
+    todo = "Copy it too: `cp FOLDER/*` leaves out a name that begins with a dot"
+    require(where.exists(), where, None, "the index of the *.distcp beside it", "no such file", todo)
     raw = read_small(contained(path, DCP_METADATA), _MOST_BYTES)
     top = read_records(raw, where, {**NAMES, **(further or {})}, opcodes=_MOST_OPCODES)
     listed, stored = _fields(top, "Metadata", where, "state_dict_metadata", "storage_data")
@@ -134,8 +133,7 @@ def read_count(tensor: LazyTensor, path: Path, name: str) -> int:
     if Box.whole(tensor.shape).size != 1 or tensor.dtype not in TORCH:
         raise BadInput(path, shown(name), expected="one number", found=f"{tensor.dtype} {[*tensor.shape]}")
     number = float(tensor.read(finite=False).item())
-    if not number.is_integer():
-        raise BadInput(path, shown(name), expected="a whole number", found=number)
+    require(number.is_integer(), path, shown(name), "a whole number", number)
     return int(number)
 
 

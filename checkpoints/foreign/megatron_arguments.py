@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.safe_open import contained, read_small
 from ...storage.small_files import read_text
 from ...storage.strict_json import shown
@@ -207,10 +207,9 @@ def step_folder(path: Path) -> Path:
     if text != "release" and step is None:
         raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
     folder = path / (text if text == "release" else f"iter_{step:07d}")
-    if not folder.is_dir():
-        missing = f"{folder.name}, which is not there"
-        todo = "Name the folder of a step that is there"
-        raise BadInput(path / TRACKER, expected=f"a step in {path}", found=missing, todo=todo)
+    missing = f"{folder.name}, which is not there"
+    todo = "Name the folder of a step that is there"
+    require(folder.is_dir(), path / TRACKER, None, f"a step in {path}", missing, todo)
     return folder
 
 
@@ -226,8 +225,8 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
         return None
     path = contained(folder, _FILE)
     text = read_text(path, _MOST_BYTES)
-    if "<<" in text:  # a key that copies others; copies of copies grow without end
-        raise BadInput(path, expected="YAML without merge keys", found="<<")
+    # Such a key copies others; copies of copies grow without end.
+    require("<<" not in text, path, None, "YAML without merge keys", "<<")
     try:
         stated = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

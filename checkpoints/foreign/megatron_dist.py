@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput, Box, Piece
+from ...parallel_state import BadInput, Box, Piece, require
 from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
@@ -59,9 +59,8 @@ def read(path: Path) -> ForeignCheckpoint:
     """Read the headers; ``BadInput`` for another backend than ``torch_dist`` and for what is damaged."""
     folder = step_folder(path)
     backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
-    if backend != "torch_dist":
-        where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
-        raise BadInput(where, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo)
+    where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
+    require(backend == "torch_dist", where, "sharded_backend", "torch_dist", shown(backend), todo)
     common = read_archive(ViewFile.of(contained(folder, _COMMON)), allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
@@ -195,8 +194,7 @@ def _numbered(tensors: Catalog, path: Path) -> Iterator[tuple[str, LazyTensor]]:
             yield name, tensor
             continue
         count = tensor.shape[0] if tensor.shape else 0
-        if count > MOST_LAYERS:
-            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=f"{count:,}")
+        require(count <= MOST_LAYERS, path, shown(name), f"at most {MOST_LAYERS:,} layers", f"{count:,}")
         layers: dict[int, list[Piece[Key]]] = {number: [] for number in range(count)}
         for piece in tensor.near(tensor.box):
             first, inner = piece.box.start[0], Box(piece.box.start[1:], piece.box.stop[1:])

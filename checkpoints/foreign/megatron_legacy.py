@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from ...parallel_state import BadInput, Box, Piece
+from ...parallel_state import BadInput, Box, Piece, require
 from ...storage.catalog import Catalog, Key, LazyTensor, listed
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
@@ -78,9 +78,8 @@ def read(path: Path) -> ForeignCheckpoint:
         if not isinstance(value, dict):
             raise BadInput(file, expected="a dict", found=type(value).__name__)
         arguments = Arguments(value.get("args"), file)
-        if not arguments.known:
-            todo = "How the ranks cut the model cannot be known without them"
-            raise BadInput(file, "args", expected="Megatron's arguments", found="none", todo=todo)
+        todo = "How the ranks cut the model cannot be known without them"
+        require(arguments.known, file, "args", "Megatron's arguments", "none", todo)
         version = value.get("checkpoint_version", 3.0)
         if not isinstance(version, int | float) or version < 2:
             todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
@@ -91,9 +90,8 @@ def read(path: Path) -> ForeignCheckpoint:
         step = value["iteration"] if type(value.get("iteration")) is int else None
         if not ranks:
             first, checkpoint.stated, checkpoint.step = arguments, arguments.stated(), step
-        if step != checkpoint.step:
-            todo = "The ranks' files are not of one checkpoint: copy all of them again"
-            raise BadInput(file, "iteration", expected=checkpoint.step, found=step, todo=todo)
+        todo = "The ranks' files are not of one checkpoint: copy all of them again"
+        require(step == checkpoint.step, file, "iteration", checkpoint.step, step, todo)
         rank = _Rank(views, *_coordinates(matched, arguments, file))
         for key in sorted(key for key in value if isinstance(key, str) and _MODEL.fullmatch(key)):
             tensors, left = _flat(value[key], file)
@@ -129,9 +127,8 @@ def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tupl
     """Return the tensor, pipeline and expert rank; one number may be missing where its axis has size 1."""
     tensor, *others = (int(digits) for digits in match.groups() if digits is not None)
     is_cut = [arguments.size(f"{axis}_model_parallel_size") > 1 for axis in ("pipeline", "expert")]
-    if len(others) != sum(is_cut):
-        expected = f"a folder's name with {sum(is_cut)} numbers after the first"
-        raise BadInput(file, "args", expected=expected, found=match[0])
+    expected = f"a folder's name with {sum(is_cut)} numbers after the first"
+    require(len(others) == sum(is_cut), file, "args", expected, match[0])
     pipeline, expert = (others.pop(0) if axis_is_cut else 0 for axis_is_cut in is_cut)
     return tensor, pipeline, expert
 
@@ -163,8 +160,7 @@ def _flat(stored: object, file: Path) -> tuple[dict[str, View], list[str]]:
             for pattern, new in _OLDER.items():
                 name = re.sub(pattern, new, name, count=1)
             tensors[name] = child
-    if not tensors:
-        raise BadInput(file, "model", expected="tensors", found="none")
+    require(tensors, file, "model", "tensors", "none")
     return tensors, extra
 
 
@@ -219,7 +215,6 @@ def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
     for place in sorted(counted):
         before[place] = total
         total += counted[place]
-    if total != arguments.num_layers:
-        expected = f"{arguments.num_layers}, as args.num_layers says"
-        raise BadInput(folder, "layers", expected=expected, found=total)
+    expected = f"{arguments.num_layers}, as args.num_layers says"
+    require(total == arguments.num_layers, folder, "layers", expected, total)
     return before

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, require
 from ...storage.strides import View, contiguous
 from .megatron_arguments import Arguments
 
@@ -37,8 +37,7 @@ def whole_parts(
     if (match := _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)) is not None:
         tensor, ranks = _expert_tensor(tensor, ranks, arguments, where)
         each, rest = divmod(arguments.size("num_experts"), arguments.size("expert_model_parallel_size"))
-        if rest:
-            raise BadInput(where, "args.num_experts", expected="a multiple of the expert ranks", found=each)
+        require(not rest, where, "args.num_experts", "a multiple of the expert ranks", each)
         if match.re is _EXPERT:
             layer, number = match[3] or match[4], int(match[2] or match[5])
             view = View.strided(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
@@ -54,8 +53,7 @@ def _check_dims(name: str, view: View, where: Path) -> None:
     """Refuse a layer's tensor that has not the dims of its kind."""
     wanted = 1 if name.endswith(".bias") else 2
     is_layer = any(pattern.fullmatch(name) for pattern in (_EXPERT, _GROUPED, _COLUMNS, _ROWS))
-    if is_layer and len(view.shape) != wanted:
-        raise BadInput(where, name, expected=f"{wanted} dims", found=[*view.shape])
+    require(not is_layer or len(view.shape) == wanted, where, name, f"{wanted} dims", [*view.shape])
 
 
 def _cut(
@@ -82,9 +80,8 @@ def _cut(
 def _expert_tensor(tensor: int, ranks: int, arguments: Arguments, where: Path) -> tuple[int, int]:
     """Return the rank and the number of ranks that cut one expert."""
     own = arguments.size("expert_tensor_parallel_size", ranks)
-    if own not in (1, ranks):
-        expected = f"1 or {ranks}, the tensor ranks"
-        raise BadInput(where, "args.expert_tensor_parallel_size", expected=expected, found=own)
+    expected = f"1 or {ranks}, the tensor ranks"
+    require(own in (1, ranks), where, "args.expert_tensor_parallel_size", expected, own)
     return (0, 1) if own == 1 else (tensor, ranks)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from ...models import Link, ModelConfig, Rule, links_of
-from ...parallel_state import BadInput, from_validation
+from ...parallel_state import BadInput, from_validation, require
 from ...storage.small_files import read_toml
 from ...storage.strict_json import StrictRecord
 from .checkpoint import ForeignCheckpoint
@@ -71,9 +71,8 @@ def table_named(name: str) -> Table:
     """Return the table that comes with trilith under this name, or the one in a TOML file of this path."""
     known = known_tables()
     path = known.get(name, Path(name))
-    if name not in known and path.suffix != ".toml":
-        expected = f"{', '.join(known)}, or a TOML file of rules"
-        raise BadInput("convert", "--names", expected=expected, found=repr(name))
+    expected = f"{', '.join(known)}, or a TOML file of rules"
+    require(name in known or path.suffix == ".toml", "convert", "--names", expected, repr(name))
     try:
         return Table.model_validate(read_toml(path))
     except ValidationError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.catalog import Catalog, first_difference, in_one_file
 from ...storage.file_names import CONFIG, INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from ...storage.files_beside_weights import companions_in
@@ -49,15 +49,11 @@ class HFFolder:
     def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
         self.path = Path(path)
         self._at = partial(contained, self.path, allow_symlinks=allow_symlinks)
-        if not self.path.is_dir():
-            actual = "a file" if self.path.exists() else "nothing there"
-            raise BadInput(self.path, expected="the folder of a Hugging Face model", found=actual)
+        actual = "a file" if self.path.exists() else "nothing there"
+        require(self.path.is_dir(), self.path, None, "the folder of a Hugging Face model", actual)
         names = {entry.name for entry in self.path.iterdir()}
-        if CONFIG not in names:
-            todo = "Name the folder of a model or a checkpoint, or copy here the config.json of the model"
-            raise BadInput(
-                self.path / CONFIG, expected="the model's configuration", found="no such file", todo=todo
-            )
+        todo = "Name the folder of a model or a checkpoint, or copy here the config.json of the model"
+        require(CONFIG in names, self.path / CONFIG, None, "the model's configuration", "no such file", todo)
         self.config = read_json(self._at(CONFIG))
         tensors = self._weights(names)
         packing = self.config.get("quantization_config")
@@ -98,10 +94,9 @@ class HFFolder:
         promised = _weight_map(index.get("weight_map"), where, ending)
         files = {}
         for shard in sorted(set(promised.values())):
-            if shard not in names:
-                expected = f"the shard that {index_name} names"
-                todo = "Copy it here, or download the model again"
-                raise BadInput(self.path / shard, expected=expected, found="no such file", todo=todo)
+            expected = f"the shard that {index_name} names"
+            todo = "Copy it here, or download the model again"
+            require(shard in names, self.path / shard, None, expected, "no such file", todo)
             files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
         return {name: files[shard] for name, shard in promised.items()}
@@ -113,10 +108,9 @@ def _plain(
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
     if (method := packing.get("quant_method")) == "mxfp4":
         return UnpackedFile(path, UnpackedFile.pairs(tensors, path)).among(tensors)
-    if method in _QUANTISED:
-        key, expected = "quantization_config", "none, mxfp4 or fp8"
-        todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
-        raise BadInput(path / CONFIG, key, expected=expected, found=method, todo=todo)
+    key, expected = "quantization_config", "none, mxfp4 or fp8"
+    todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
+    require(method not in _QUANTISED, path / CONFIG, key, expected, method, todo)
     if (block := block_size(packing)) is None:
         return None
     return ScaledFile(path, ScaledFile.pairs(tensors, path), block).among(tensors)
@@ -126,18 +120,16 @@ def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
     """Check and return the index's table of tensor -> shard; each shard has a plain name with this ending."""
     if not isinstance(value, dict) or not value:
         raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
-    if len(value) > MAX_TENSORS:
-        most = f"at most {MAX_TENSORS:,} tensors"
-        raise BadInput(where, "weight_map", expected=most, found=f"{len(value):,}")
+    most = f"at most {MAX_TENSORS:,} tensors"
+    require(len(value) <= MAX_TENSORS, where, "weight_map", most, f"{len(value):,}")
     shards: dict[str, str] = {}  # lower case -> as written
     for name, shard in value.items():
         if isinstance(shard, str) and shards.get(shard.lower()) == shard:
             continue
         shard = check_plain_name(shard, where, f"weight_map {shown(name)}")
-        if not shard.endswith(ending):
-            key = f"weight_map {shown(name)}"
-            todo = f"An index of pickled weights is called {OLD_INDEX}"
-            raise BadInput(where, key, expected=f"a {ending} file", found=shown(shard), todo=todo)
+        key = f"weight_map {shown(name)}"
+        todo = f"An index of pickled weights is called {OLD_INDEX}"
+        require(shard.endswith(ending), where, key, f"a {ending} file", shown(shard), todo)
         if (other := shards.setdefault(shard.lower(), shard)) != shard:
             clash = f"{shown(other)} and {shown(shard)}, one file on some systems"
             raise BadInput(where, "weight_map", expected="names that differ in more than case", found=clash)

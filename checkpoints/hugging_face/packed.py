@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, require
 from ...storage.safetensors_reader import TensorFile
 from ...storage.strides import View
 
@@ -62,9 +62,8 @@ class PackedFile(TensorFile):
             if key.endswith(cls.mark):
                 first, second = (key.removesuffix(cls.mark) + suffix for suffix in cls.suffixes)
                 for name in (first, second):
-                    if name not in tensors:
-                        expected = f"the {cls.other} of {key}"
-                        raise BadInput(path, name, expected=expected, found="no such tensor")
+                    expected = f"the {cls.other} of {key}"
+                    require(name in tensors, path, name, expected, "no such tensor")
                 packed[key.removesuffix(cls.mark)] = tensors[first], tensors[second]
         return packed
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 from zipfile import BadZipFile, ZipFile
 
-from ...parallel_state import BadCheckpoint, BadInput
+from ...parallel_state import BadCheckpoint, BadInput, require
 from ..crc import crc32
 from ..dtypes import BITS, TORCH
 from ..strict_json import shown, what_it_looks_like
@@ -75,9 +75,8 @@ def read_archive(
             raise BadInput(where, expected=expected, found=shown(first[:16]), todo=todo)
         entries = zip_entries(fd, begin, file.size if end is None else end, where)
         pickles = [name for name in entries if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            todo = "It is a zip archive, but none that torch.save wrote"
-            raise BadInput(where, expected="one entry data.pkl", found=len(pickles), todo=todo)
+        todo = "It is a zip archive, but none that torch.save wrote"
+        require(len(pickles) == 1, where, None, "one entry data.pkl", len(pickles), todo)
         root = pickles[0].removesuffix("data.pkl")
         order = entries.get(f"{root}byteorder")
         if order is not None and (byte_order := _checked(fd, order, where, f"{root}byteorder")) != b"little":
@@ -162,9 +161,8 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
 
 def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
     """Return the bytes of a small entry after comparing their CRC-32."""
-    if entry.end - entry.begin > _MOST_BYTES:
-        size = f"{entry.end - entry.begin:,}"
-        raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=size)
+    size = f"{entry.end - entry.begin:,}"
+    require(entry.end - entry.begin <= _MOST_BYTES, where, name, f"at most {_MOST_BYTES:,} bytes", size)
     raw = os.pread(fd, entry.end - entry.begin, entry.begin)
     if crc32(raw) != entry.crc:
         expected, todo = f"CRC-32 {entry.crc:08x}", "The file was altered or damaged since it was written"
@@ -255,10 +253,9 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
             if name in file.tensors or not name.isprintable():
                 raise BadInput(path, shown(name), expected="a printable name, once", found="another")
             file.add(view, name)
-    if not file.tensors:
-        kind = "single tensor" if isinstance(value, View) else f"{type(value).__name__} without any"
-        todo = "Save the model's state_dict(), by its names, in a dict"
-        raise BadInput(path, expected="a dict of tensors", found=f"a {kind}", todo=todo)
+    kind = "single tensor" if isinstance(value, View) else f"{type(value).__name__} without any"
+    todo = "Save the model's state_dict(), by its names, in a dict"
+    require(file.tensors, path, None, "a dict of tensors", f"a {kind}", todo)
     return file
 
 

@@ -19,7 +19,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import Any, NoReturn
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...system import no_garbage_search
 from ..strict_json import shown
 
@@ -259,9 +259,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Name:
         """Return what stands for a name; nothing is imported."""
         text = f"{module}.{name}"
-        if text not in self._allowed:
-            expected = "names of torch's tensors and of checkpoints"
-            raise BadInput(self._where, "pickle", expected=expected, found=shown(text), todo=_NOT_RUN)
+        expected = "names of torch's tensors and of checkpoints"
+        require(text in self._allowed, self._where, "pickle", expected, shown(text), _NOT_RUN)
         return _class_of(text, self._allowed[text])
 
     def persistent_load(self, reference: Any) -> object:

@@ -198,10 +198,10 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("recipe from-deepspeed ds.json --out /", "found a folder", write_files),
     command(
         "plan gpt2 --gpus 1 --write loop/a --html b",
-        "loop/a: expected a file in a folder",
+        "loop: expected a directory, found a link",
         lambda folder: (folder / "loop").symlink_to("loop"),
     ),
-    command("report . --out file/x.html", "which is a file", write_files),
+    command("report . --out file/x.html", "file: expected a directory, found a file", write_files),
     command("tokenize file --tokenizer . --out out --show 1", "--show: expected --chat with it", write_files),
     command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
     command("report .", r"events\.jsonl, found a folder without a run\. Name the folder that the key out"),

@@ -131,7 +131,7 @@ def write_files(folder):
 REFUSED = {
     "--only mfu,spped": "bench: --only: expected parts among speed, parity, .*, found spped",
     "--device tpu": "bench: --device: expected cpu or cuda, found tpu",
-    "--out file": "expected a file in a folder, found .*file, which is a file",
+    "--out file": "file: expected a directory, found a file",
     "--out earlier": "earlier: expected a new folder",
 }
 if not torch.cuda.is_available():
