@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, fault
+from ...parallel_state import fault, require
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
@@ -204,7 +204,7 @@ def _move(
 
     checking = verifying(source, threads=options.workers) if options.check else nullcontext(dict[Any, Any]())
     with checking as seen:
-        report = Work(
+        tallies = Work(
             change=(lambda name: None) if plan.merge is None else plan.merge.change,
             block=BLOCK if plan.merge is None else BLOCK // 2,  # a merge holds it in fp32 as well
             allow_nonfinite=allow_nonfinite,
@@ -214,13 +214,15 @@ def _move(
         ).execute(transfers, options.workers)
         fault("convert.after_data", rank=0)
     todo = "Choose a type with a wider range"
-    for name, count in report.overflows.items():
-        lost = f"{count:,} that overflow"
-        raise BadInput(source.path, name, expected="numbers that fit the type", found=lost, todo=todo)
-    for name in sorted(report.vanished):
-        expected, todo = "few numbers too small for the type", f"{todo}, or more digits"
-        lost = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
-        raise BadInput(source.path, name, expected=expected, found=lost, todo=todo)
-    small = (f"{name}: {counted(count, 'number')}" for name, count in sorted(report.underflows.items()))
-    source.warnings += [f"{tensor} too small for the type became zero" for tensor in small]
-    source.warnings += [f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")]
+    for name, tally in sorted(tallies.items()):
+        lost = f"{tally['overflows']:,} that overflow"
+        require(not tally["overflows"], source.path, name, "numbers that fit the type", lost, todo)
+        if small := tally["underflows"]:
+            expected, lost = (
+                "few numbers too small for the type",
+                f"{small:,}, so that the whole tensor becomes zero",
+            )
+            require(tally["left"], source.path, name, expected, lost, f"{todo}, or more digits")
+            source.warnings.append(f"{name}: {counted(small, 'number')} too small for the type became zero")
+        if not tally["others"] and not name.endswith("bias"):
+            source.warnings.append(f"{name} is all zeros")

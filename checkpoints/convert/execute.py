@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise, zip_longest
-from threading import Lock, local
+from threading import local
 
 import torch
 from torch import Tensor
@@ -35,18 +35,11 @@ BLOCK = 4 << 20
 Group = list[tuple[Transfer, TensorWriter]]
 
 
-@dataclass
-class Report:
-    """Name the tensors whose numbers need a warning.
-
-    By tensor, ``overflows`` counts the numbers that a cast made infinite, and ``underflows`` the numbers that
-    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros; ``zeros`` those of zeros.
+class Tally(Counter[str]):
+    """Count what became of a tensor's numbers: the ``overflows`` and the ``underflows``, which a cast made
+    infinite or zero; the blocks of ``zeros`` and of ``others`` that were read; those with others ``left``
+    after a cast.
     """
-
-    overflows: Counter[str] = field(default_factory=Counter)
-    underflows: Counter[str] = field(default_factory=Counter)
-    vanished: set[str] = field(default_factory=set)
-    zeros: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +68,12 @@ class Work:
     seen: Seen = field(default_factory=dict)
     finished: FinishedWork | None = None
     progress: Callable[[int], None] = lambda made: None
-    report: Report = field(default_factory=Report)
-    #: Tensors with a number other than zero: as it was read, and after a cast.
-    not_zero: set[str] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-    _lock: Lock = field(default_factory=Lock)
     _scratch: local = field(default_factory=local)
 
-    def execute(self, transfers: Iterable[tuple[Transfer, TensorWriter]], threads: int = 2) -> Report:
-        """Make the tensor of every transfer in its file.
+    def execute(
+        self, transfers: Iterable[tuple[Transfer, TensorWriter]], threads: int = 2
+    ) -> dict[str, Tally]:
+        """Make the tensor of every transfer in its file; return the tally of each name.
 
         Raises ``BadInput`` for the first number that is not finite, unless ``allow_nonfinite``. The first
         error ends the work; the files must then not be used.
@@ -92,28 +82,24 @@ class Work:
         for transfer, writer in transfers:
             if transfer.box.size:
                 groups[_shared(transfer)].append((transfer, writer))
-        pool = ThreadPoolExecutor(max(1, threads))
+        pool, tallies = ThreadPoolExecutor(max(1, threads)), defaultdict[str, Tally](Tally)
         try:
             for done in [pool.submit(self.make, *group) for group in _spread([*groups.values()], threads)]:
-                done.result()
+                name, tally = done.result()
+                tallies[name].update(tally)
             if self.finished is not None:
                 self.finished.wait()
         finally:
             pool.shutdown(cancel_futures=True)
             if self.finished is not None:
                 self.finished.close()
-        self.report.zeros = {group[0][0].name for group in groups.values()} - self.not_zero
-        self.report.vanished = set(self.report.underflows) - self.left
-        return self.report
+        return dict(tallies)
 
-    def make(self, number: int, group: Group) -> None:
-        """Make all blocks of the transfers that share their sources, which are of one tensor."""
-        name = group[0][0].name
-        if self._was_made(number, group):
-            self.not_zero.add(name)  # groups with zeros are made again, so this one had other numbers
-            self.left.add(name)
-            return
-        remarkable, made = False, 0
+    def make(self, number: int, group: Group) -> tuple[str, Tally]:
+        """Make all blocks of the transfers that share their sources, which are of one tensor: its name."""
+        name, tally, made = group[0][0].name, Tally(), 0
+        if self._was_made(number, group):  # groups with zeros are made again, so this one had other numbers
+            return name, Tally(others=1, left=1)
         coming = _cut_into_blocks(group, self.block)
         following = next(coming, None)
         while (block := following) is not None:
@@ -121,15 +107,14 @@ class Work:
                 for place, box in following.needed.items():
                     place.file.read_ahead(place.key, box)
             read = self._read_block(block.needed)
-            zero = all(piece.zero for piece in read.values())
-            lost = [self._make_part(*part, read) for part in block.parts]
-            remarkable |= zero or any(lost)
+            tally["zeros" if all(piece.zero for piece in read.values()) else "others"] += 1
+            for part in block.parts:
+                self._make_part(*part, read, tally)
             made += sum(part.size * BITS[transfer.dtype] // 8 for transfer, _, part in block.parts)
-            if not zero:
-                self.not_zero.add(name)
         # A group with a warning is not noted: a resumed conversion makes it again and warns again.
-        if self.finished is not None and not remarkable:
+        if self.finished is not None and not tally.keys() & {"zeros", "overflows", "underflows"}:
             self.finished.note(number, made, lambda: _sums(group))
+        return name, tally
 
     def _was_made(self, number: int, group: Group) -> bool:
         """Return whether the output files already hold the tensors of this group, as the journal says.
@@ -166,9 +151,11 @@ class Work:
             raise BadInput(place.file.path, place.key, expected="finite numbers", found=actual, todo=todo)
         return seen.zero
 
-    def _make_part(self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read]) -> int:
-        """Write one part; return how many of its numbers a cast made infinite or zero."""
-        pieces, crc, lost = [], None, 0
+    def _make_part(
+        self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read], tally: Tally
+    ) -> None:
+        """Write one part."""
+        pieces, crc = [], None
         for whole in transfer.pieces:
             if (piece := whole.narrow(part)) is not None:
                 source = read[piece.stored]
@@ -179,32 +166,22 @@ class Work:
         if (change := self.change(transfer.name)) is not None:
             made, as_read = change(made, part), False
         if made.dtype != TORCH[transfer.dtype]:
-            made, lost = self._cast(transfer, made)
-            as_read = False
+            made, as_read = self._cast(made, TORCH[transfer.dtype], tally), False
         writer.write(transfer.name, part.within(transfer.box), made, crc if as_read else None)
         self.progress(made.nbytes)
-        return lost
 
-    def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
-        """Return the numbers in the transfer's dtype; and how many of them that made infinite or zero."""
-        cast = self._buffer("cast", tuple(numbers.shape), TORCH[transfer.dtype])
+    def _cast(self, numbers: Tensor, dtype: torch.dtype, tally: Tally) -> Tensor:
+        """Return the numbers in another dtype."""
+        cast = self._buffer("cast", tuple(numbers.shape), dtype)
         cast.copy_(numbers)
-        look, lost = look_at(cast), 0
-        if not look.zero:
-            self.left.add(transfer.name)
+        look = look_at(cast)
+        made = Tally(left=not look.zero)
         if not look.finite:
-            overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
-            lost += self._count(self.report.overflows, transfer.name, overflows)
+            made["overflows"] = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
         if smallest(cast.dtype) > smallest(numbers.dtype):
-            underflows = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
-            lost += self._count(self.report.underflows, transfer.name, underflows)
-        return cast, lost
-
-    def _count(self, counts: Counter[str], name: str, number: int) -> int:
-        if number:
-            with self._lock:
-                counts[name] += number
-        return number
+            made["underflows"] = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
+        tally += made  # of what is none, no key is made
+        return cast
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
