@@ -4,9 +4,8 @@ Offers ``TensorFile``, which reads slices of a safetensors file, and ``TensorWri
 stream. Import by file: folders that appear whole or not at all (``staging.py``), locks, journals, strict
 JSON. ``torch_archive/`` reads files of ``torch.save`` and refuses hostile pickles.
 """
+# mypy: implicit-reexport
 
-from .files_beside_weights import DECIDE_IDS as DECIDE_IDS
-from .files_beside_weights import VOCABULARIES as VOCABULARIES
-from .files_beside_weights import companions_in as companions_in
-from .safetensors_reader import TensorFile as TensorFile
-from .safetensors_writer import TensorWriter as TensorWriter
+from .files_beside_weights import DECIDE_IDS, VOCABULARIES, companions_in
+from .safetensors_reader import TensorFile
+from .safetensors_writer import TensorWriter

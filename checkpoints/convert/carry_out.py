@@ -218,10 +218,8 @@ def _move(
         lost = f"{tally['overflows']:,} that overflow"
         require(not tally["overflows"], source.path, name, "numbers that fit the type", lost, todo)
         if small := tally["underflows"]:
-            expected, lost = (
-                "few numbers too small for the type",
-                f"{small:,}, so that the whole tensor becomes zero",
-            )
+            expected = "few numbers too small for the type"
+            lost = f"{small:,}, so that the whole tensor becomes zero"
             require(tally["left"], source.path, name, expected, lost, f"{todo}, or more digits")
             source.warnings.append(f"{name}: {counted(small, 'number')} too small for the type became zero")
         if not tally["others"] and not name.endswith("bias"):

@@ -4,8 +4,6 @@ A block of rows is read once for all tensors that are made from it. So a matrix 
 eight ranks is read once, not eight times, and each write to a file is nearly always one run of bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
