@@ -45,7 +45,7 @@ def differences(a: Source, b: Source, seen: Seen | None = None) -> Iterator[Diff
         elif second[name].shape != tensor.shape:
             yield Difference(name, f"shape {list(tensor.shape)} and {list(second[name].shape)}")
         else:
-            yield from _compare(tensor, second[name], seen or {})
+            yield from _compare(tensor, second[name], seen)
     for name in second:
         if name not in first and (both_train or not name.startswith("optimizer.")):
             yield Difference(name, f"only in {b.path}")
@@ -56,7 +56,7 @@ def _most(numbers: Tensor) -> float:
     return float(numbers.abs().max()) if numbers.numel() else 0.0
 
 
-def _compare(a: LazyTensor, b: LazyTensor, seen: Seen) -> Iterator[Difference]:
+def _compare(a: LazyTensor, b: LazyTensor, seen: Seen | None) -> Iterator[Difference]:
     name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
     for x, y in zip(a.in_blocks(seen), b.in_blocks(seen), strict=True):

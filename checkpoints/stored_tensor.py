@@ -15,7 +15,7 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, Declaration, Layout
 from ..storage.catalog import first_difference
 from ..storage.dtypes import BITS
 from ..storage.strict_json import Count, StrictRecord, shown
-from ..storage.strides import check_coverage, check_inside
+from ..storage.strides import check_coverage
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
@@ -226,6 +226,6 @@ class StoredTensor(StrictRecord):
             if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
                 start_and_stop = f"start {list(part.start)}, stop {list(part.stop)}"
                 raise BadCheckpoint(where, shown(name), expected="start up to stop", found=start_and_stop)
-        check_inside(where, shown(name), self.shape, (part.box for part in self.parts), kind=BadCheckpoint)
         owners = [part.box for part in self.parts if part.role == "owner"]
-        check_coverage(where, shown(name), self.shape, owners)
+        replicas = [part.box for part in self.parts if part.role == "replica"]
+        check_coverage(where, shown(name), self.shape, owners, replicas=replicas)

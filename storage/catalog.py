@@ -7,7 +7,6 @@ boxes of its tensors; a conversion plans over the pieces of such boxes, and read
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ _AT_ONCE = 1 << 22
 Shape = tuple[int, ...]
 #: The checksums of files into which their bytes are counted as they are read.
 Seen = Mapping[TensorFile, Checksum]
-_NONE: Seen = MappingProxyType({})
 T = TypeVar("T")
 
 
@@ -66,12 +64,12 @@ class LazyTensor:
             raise BadCheckpoint("checkpoint", self.name, expected=expected, found=f"{covered:,}", todo=todo)
         return pieces
 
-    def in_blocks(self, seen: Seen = _NONE) -> Iterator[Tensor]:
+    def in_blocks(self, seen: Seen | None = None) -> Iterator[Tensor]:
         """Yield all elements, finite or not, some at a time."""
         for box in blocks(self.box, _AT_ONCE):
             yield self.read(box, finite=False, seen=seen).contiguous()
 
-    def read(self, box: Box | None = None, *, finite: bool = True, seen: Seen = _NONE) -> Tensor:
+    def read(self, box: Box | None = None, *, finite: bool = True, seen: Seen | None = None) -> Tensor:
         """Return the elements of ``box`` (default: all) in the stored dtype.
 
         Raises ``BadInput`` for numbers that are not finite, unless ``finite`` is false.
@@ -80,7 +78,7 @@ class LazyTensor:
         parts = []
         for (file, key), hull, pieces in _reads(self.pieces(box)):
             numbers = file.read(key, hull)
-            if (checksum := seen.get(file)) is not None:
+            if seen is not None and (checksum := seen.get(file)) is not None:
                 file.count_in(key, hull, numbers, checksum)
             parts += [(piece.box, piece.of(numbers, hull.start), file.path) for piece in pieces]
         if not parts:

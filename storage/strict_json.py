@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,7 +44,7 @@ def parse_object(
         value = json.loads(
             text,
             object_pairs_hook=_unique_keys,
-            parse_constant=float if constants else _no_constant,
+            parse_constant=float if constants else finite_float,
             parse_float=finite_float,
             parse_int=_whole,
         )
@@ -120,10 +120,6 @@ def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {shown(twice)} twice")
     return unique
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"the constant {name}")
 
 
 def _whole(digits: str) -> int:

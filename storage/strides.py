@@ -1,6 +1,6 @@
 """Say where a tensor lies in a file, which bytes a box of it covers, and whether boxes tile it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -160,26 +160,22 @@ def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
     return _sweep(whole, inside, 0) if whole.size else None
 
 
-def check_inside(
-    where: object, name: str, shape: tuple[int, ...], boxes: Iterable[Box], *, kind: type[BadInput]
-) -> None:
-    """Refuse, naming the tensor, a box that is not inside ``shape``."""
-    for box in boxes:
-        if len(box.stop) != len(shape) or not all(map(le, box.stop, shape)):
-            expected, actual = f"boxes inside {list(shape)}", f"one up to {list(box.stop)}"
-            raise kind(where, name, expected=expected, found=actual)
-
-
 def check_coverage(
     where: object,
     name: str,
     shape: tuple[int, ...],
     boxes: Sequence[Box],
     *,
+    replicas: Sequence[Box] = (),
     kind: type[BadInput] = BadCheckpoint,
 ) -> None:
-    """Refuse, naming tensor and box, unless ``boxes`` lie inside ``shape`` and own each element once."""
-    check_inside(where, name, shape, boxes, kind=kind)
+    """Refuse, naming tensor and box, unless all boxes lie inside ``shape`` and ``boxes`` own each element
+    once.
+    """
+    for box in (*boxes, *replicas):
+        if len(box.stop) != len(shape) or not all(map(le, box.stop, shape)):
+            expected, actual = f"boxes inside {list(shape)}", f"one up to {list(box.stop)}"
+            raise kind(where, name, expected=expected, found=actual)
     if flaw := first_flaw(Box.whole(shape), boxes):
         raise kind(where, name, expected="each element owned exactly once", found=str(flaw))
 
