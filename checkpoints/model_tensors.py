@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS, name_of
 from .foreign.rules import Table
 from .optimizer_state import moment_name
+from .user_module_family import Described
 
 Shape = tuple[int, ...]
 #: The stored pieces that make each tensor of Hugging Face.
@@ -48,19 +48,19 @@ def sha256_of(tensor: LazyTensor) -> str:
     return digest.hexdigest()
 
 
-def hf_shapes(family: Family, config: ModelConfig) -> dict[str, Shape]:
+def hf_shapes(described: Described) -> dict[str, Shape]:
     """Return the shapes of Hugging Face's tensors, with the output layer that a tied model may repeat."""
-    _, shapes = family.links(config)
-    if not family.tied_head or not config.tie_word_embeddings:
+    (_, shapes), head = described.links(), described.family.tied_head
+    if not head or not described.config.tie_word_embeddings:
         return dict(shapes)
-    return {**shapes, family.tied_head: next(iter(shapes.values()))}
+    return {**shapes, head: next(iter(shapes.values()))}
 
 
-def own_names(stored: Catalog, family: Family, config: ModelConfig) -> Names:
+def _own_names(stored: Catalog, described: Described) -> Names:
     """Return the names of a folder of Hugging Face, which may lack the family's optional prefix."""
     names: Names = {}
-    absent = _absent_prefix(stored, family)
-    for name, shape in hf_shapes(family, config).items():
+    absent = _absent_prefix(stored, described)
+    for name, shape in hf_shapes(described).items():
         if (tensor := stored.get(name.removeprefix(absent))) is None:
             continue
         if tensor.shape != shape:
@@ -70,37 +70,38 @@ def own_names(stored: Catalog, family: Family, config: ModelConfig) -> Names:
     return names
 
 
-def table_names(where: Path, stored: Catalog, table: Table, family: Family, config: ModelConfig) -> Names:
+def _table_names(where: Path, stored: Catalog, described: Described, table: Table) -> Names:
     """Return the names of another project; ``BadInput`` for a tensor of another shape than the model's."""
     names: Names = {}
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    for link in table.links(family.model_type, hf_shapes(family, config), config, shapes, where):
+    hf = hf_shapes(described)
+    for link in table.links(described.model_type, hf, described.config, shapes, where):
         names.setdefault(link.ours, []).append(link.piece)
     return names
 
 
 def model_tensors(
-    where: Path,
-    stored: Catalog,
-    names: Names,
-    family: Family,
-    config: ModelConfig,
-    table: Table | None = None,
-) -> tuple[Catalog, list[Repeated]]:
-    """Return each tensor of Hugging Face, and those that are stored twice; reads headers only.
+    where: Path, stored: Catalog, described: Described, table: Table | None = None
+) -> tuple[Catalog, list[Repeated], Names]:
+    """Return each tensor of Hugging Face, those that are stored twice, and their names in the files; reads
+    headers only.
 
-    ``table``: the one that the names are of, if they are not a folder's own. ``BadInput`` for a tensor that
-    is missing, left over, quantised, or stored in part.
+    ``table``: of another project's names. ``BadInput`` for a tensor that is missing, left over, quantised, of
+    another shape than the model's, or stored in part.
     """
-    links, shapes = family.links(config)
+    (links, shapes), family = described.links(), described.family
+    if table is None:
+        names, absent = _own_names(stored, described), _absent_prefix(stored, described)
+    else:
+        names, absent = _table_names(where, stored, described, table), ""
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
     prefix = "" if table is None else table.prefix
-    ignored = ignored_names(family, config, _absent_prefix(stored, family) if table is None else "")
+    ignored = _ignored_names(described, absent)
     ignored += [] if table is None else map(re.compile, table.ignored)
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     extra = [name for name, rest in others.items() if not any(each.fullmatch(rest) for each in ignored)]
-    _check_names(where, names, extra, family, shapes, can_ignore=table is not None)
-    stated = family.declarations(config)[0] if family.adopted else {}  # the zoo has no integers
+    _check_names(where, names, extra, described, can_ignore=table is not None)
+    stated = described.declarations()[0] if family.adopted else {}  # the zoo has no integers
     dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
     for name in used:
         integer = dtypes.get(name.removeprefix(prefix)) == torch.int64
@@ -121,7 +122,7 @@ def model_tensors(
             why = "which multi-token prediction shares"
             todo = "Multi-token prediction with an embedding or output layer of its own is not supported"
             repeated.append(Repeated(tensors[first[link.ours]], tensors[link.hf], why, todo))
-    return Catalog({name: tensors[name] for name in shapes}), repeated
+    return Catalog({name: tensors[name] for name in shapes}), repeated, names
 
 
 def model_moments(where: Path, moments: Mapping[str, Catalog], names: Names) -> Catalog:
@@ -134,9 +135,9 @@ def model_moments(where: Path, moments: Mapping[str, Catalog], names: Names) -> 
     return catalog
 
 
-def _absent_prefix(stored: Catalog, family: Family) -> str:
+def _absent_prefix(stored: Catalog, described: Described) -> str:
     """Return the optional prefix of a family if no stored name has it."""
-    prefix = family.optional_prefix
+    prefix = described.family.optional_prefix
     return "" if prefix and any(name.startswith(prefix) for name in stored) else prefix
 
 
@@ -145,39 +146,35 @@ def _place(tensor: LazyTensor) -> Path:
     return next(iter(tensor.near(tensor.box))).stored.file.path
 
 
-def ignored_names(family: Family, config: ModelConfig, absent: str = "") -> list[re.Pattern[str]]:
+def _ignored_names(described: Described, absent: str) -> list[re.Pattern[str]]:
     """Return patterns of tensors that may exist and are not read: old buffers, blocks after the last one.
 
     ``absent``: a prefix that the stored names lack.
     """
-    old = (re.escape(template.removeprefix(absent)) for template in family.ignorable)
+    old = (re.escape(template.removeprefix(absent)) for template in described.family.ignorable)
     numbered = [pattern.replace(re.escape("{i}"), r"\d+") for pattern in old]
-    further = [re.escape(prefix) + ".+" for prefix in further_prefixes(family, config)]
+    further = [re.escape(prefix) + ".+" for prefix in further_prefixes(described)]
     return [re.compile(pattern) for pattern in (*numbered, *further)]
 
 
-def further_prefixes(family: Family, config: ModelConfig) -> Iterator[str]:
+def further_prefixes(described: Described) -> Iterator[str]:
     """Yield how the names of blocks begin that predict further tokens and are not read."""
-    if family.further:
-        for number in range(config.num_hidden_layers, config.num_hidden_layers + config.further_blocks):
-            yield family.further.format(i=number)
+    if further := described.family.further:
+        blocks = described.config.num_hidden_layers
+        for number in range(blocks, blocks + described.config.further_blocks):
+            yield further.format(i=number)
 
 
 def _check_names(
-    where: Path,
-    names: Names,
-    extra: Sequence[str],
-    family: Family,
-    shapes: Mapping[str, Shape],
-    *,
-    can_ignore: bool,
+    where: Path, names: Names, extra: Sequence[str], described: Described, *, can_ignore: bool
 ) -> None:
     """Refuse a model's tensor that has no stored one, and a stored tensor that is of no use."""
+    _, shapes = described.links()
     if missing := [name for name in shapes if name not in names]:
         todo = "The config or --names is of another model; is num_hidden_layers right, or a shard left out?"
         if any(name.endswith(other) or other.endswith(name) for name in missing for other in extra):
             todo = f"The names lack or add a prefix: {extra[0]} is there"
-        elif missing[0] == family.tied_head:
+        elif missing[0] == described.family.tied_head:
             todo = "Set tie_word_embeddings to true in config.json if the output layer is the embedding"
         unused = f"; not used: {', '.join(extra[:3])}" if extra else ""
         there = f"{len(missing)} of {len(shapes)} missing{unused}"

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, family_of, implemented_by
+from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
 from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
@@ -31,15 +31,7 @@ from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .model_tensors import (
-    Repeated,
-    further_prefixes,
-    hf_shapes,
-    model_moments,
-    model_tensors,
-    own_names,
-    table_names,
-)
+from .model_tensors import Repeated, further_prefixes, hf_shapes, model_moments, model_tensors
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
@@ -78,11 +70,11 @@ class Source:
         """Return what the model is; for LoRA adapters, a family whose tensors are the adapters only."""
         if self.module is not None:
             return self.module
-        family = family_of(self.config, self._config_file)
-        config = family.from_hf(self.config, self._config_file)
+        described = Described.of(self.config, self._config_file)
         if self.adapter is not None:
-            family = adapted(family, LoraConfig.model_validate(self.adapter.lora))
-        return Described(family, config)
+            lora = LoraConfig.model_validate(self.adapter.lora)
+            return Described(adapted(cast(Family, described.family), lora), described.config)
+        return described
 
     @property
     def family(self) -> Family:
@@ -241,17 +233,13 @@ def _hugging_face(
 ) -> Source:
     folder = HFFolder(path, allow_symlinks=links)
     folder.config = implemented_by(folder.config, implementation) | ({"mtp": True} if mtp else {})
-    if (described := module) is None:
-        family = family_of(folder.config, str(path / CONFIG))
-        described = Described(family, family.from_hf(folder.config, str(path / CONFIG)))
-    family, config, stored = cast(Family, described.family), described.config, folder.catalog
-    names = own_names(stored, family, config)
-    catalog, repeated = model_tensors(path, stored, names, family, config)
+    described, stored = module or Described.of(folder.config, path / CONFIG), folder.catalog
+    catalog, repeated, _ = model_tensors(path, stored, described)
     for pair in repeated if compare else ():
         pair.check(path)
     again = Catalog({pair.again.name: pair.again for pair in repeated})
     files = [*Catalog(catalog | again).stored_keys]
-    further = tuple(further_prefixes(family, config))
+    further = tuple(further_prefixes(described))
     unread = [name for name in stored if further and name.startswith(further)]
     warnings = [
         f"{path}: not read, as by transformers: {counted(len(unread), 'tensor')} of blocks that predict "
@@ -272,12 +260,10 @@ def _foreign(
         raise BadInput(path, expected="the model's config", found=f"{form.name}, which has none", todo=todo)
     where = local_folder(config_folder)
     raw = implemented_by(read_json(where / CONFIG if where.is_dir() else where), by)
-    family = family_of(raw, str(where))
-    config = family.from_hf(raw, str(where))
-    check_stated(checkpoint, config, where)
-    stored, table = checkpoint.tensors, choose_table(checkpoint, names, hf_shapes(family, config))
-    pieces = table_names(path, stored, table, family, config)
-    catalog, repeated = model_tensors(path, stored, pieces, family, config, table)
+    described = Described.of(raw, where)
+    check_stated(checkpoint, described.config, where)
+    table = choose_table(checkpoint, names, hf_shapes(described))
+    catalog, repeated, pieces = model_tensors(path, checkpoint.tensors, described, table)
     for pair in repeated:
         pair.check(path)
     used = {piece.stored for name in pieces for piece in pieces[name]}

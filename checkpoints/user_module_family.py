@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 from torch import nn
 
 from ..layers import all_stages
-from ..models import Family, Link, Rule
+from ..models import Family, Link, Rule, family_of
 from ..models.base.hugging_face_names import expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations, require
 from ..storage.strict_json import StrictRecord
@@ -175,6 +175,12 @@ class Described:
 
     family: Family | ModuleFamily
     config: Any
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: object) -> Self:
+        """Return what a config.json, found at ``where``, describes: a model of the zoo."""
+        family = family_of(config, str(where))
+        return cls(family, family.from_hf(config, str(where)))
 
     @property
     def model_type(self) -> str:

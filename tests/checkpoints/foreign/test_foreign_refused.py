@@ -19,7 +19,8 @@ from support.draws import drawn
 from support.refusals import Refused, refusals
 from trilith.checkpoints import convert, foreign_format, read_source
 from trilith.checkpoints.foreign.rules import Table
-from trilith.checkpoints.model_tensors import model_tensors, own_names
+from trilith.checkpoints.model_tensors import model_tensors
+from trilith.checkpoints.user_module_family import Described
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import Rule, family_of, shapes_of
@@ -315,7 +316,7 @@ def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):
     with pytest.raises(BadInput, match=r"^here: 1\.up: expected .*\[24, 16\], found \[29, 16\].*wrong table"):
         Table(rule=[Rule(UP, "{i}.up")]).links("llama", HF, MODEL, {"1.up": (29, 16)}, "here")
     with pytest.raises(BadInput, match=r"21 of 21 missing"):
-        model_tensors(tmp_path, Catalog(), {}, FAMILY, MODEL, Table(rule=[rule]))
+        model_tensors(tmp_path, Catalog(), Described(FAMILY, MODEL), Table(rule=[rule]))
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_refused_when_the_model_is_taken_from_the_files(tmp_path):
@@ -326,6 +327,5 @@ def test_a_tensor_of_which_a_part_is_missing_is_refused_when_the_model_is_taken_
         name: LazyTensor(name, "F32", HF[name], listed([Piece.plain(box, Key(None, name))]))
         for name, box in boxes.items()
     })  # fmt: skip
-    names = own_names(stored, FAMILY, MODEL)
     with pytest.raises(BadInput, match=f"{first}: expected each element once, found .* by nobody"):
-        model_tensors(tmp_path, stored, names, FAMILY, MODEL)
+        model_tensors(tmp_path, stored, Described(FAMILY, MODEL))
