@@ -22,4 +22,4 @@ from .save import contents_of, save
 from .saver import Contents, Saver
 from .source import Source, foreign_format, read_source
 from .user_module_family import Described
-from .verify import verify, verify_files
+from .verify import verify, verify_files, verifying

@@ -121,8 +121,7 @@ def write_weights(
 
 def _compare(source: "Source", dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
-    from ..checkpoints import differences, read_converted
-    from ..checkpoints.verify import verifying
+    from ..checkpoints import differences, read_converted, verifying
     from ..parallel_state import BadCheckpoint
 
     written = read_converted(dst, source)

@@ -31,8 +31,7 @@ def diff(
         check_weights_there(folder, "a Hugging Face folder or a checkpoint")
     from itertools import islice
 
-    from ..checkpoints import Source, differences, foreign_format, read_source
-    from ..checkpoints.verify import verifying
+    from ..checkpoints import Source, differences, foreign_format, read_source, verifying
     from ..models import implementation_of
 
     reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}

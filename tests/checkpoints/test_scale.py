@@ -23,7 +23,6 @@ from torch import nn
 from trilith.checkpoints import (
     Manifest,
     Progress,
-    convert_to_dcp,
     load,
     mirror,
     model_tensors,
@@ -357,9 +356,12 @@ def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in, capsys):
     assert printed == {name: sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
 
 
-def test_a_way_out_to_dcp_reads_each_byte_once(stand_in, tmp_path):
+@pytest.mark.parametrize("words", [["convert", "--to", "dcp"], ["diff"]], ids=" ".join)
+def test_a_checkpoint_that_is_verified_by_what_is_read_is_read_once(stand_in, tmp_path, words):
+    if words == ["diff"]:
+        shutil.copytree(stand_in[0], tmp_path / "other")
     with bytes_read(stand_in[0]) as read:
-        convert_to_dcp(stand_in[0], tmp_path / "dcp")
+        assert run([*words, str(stand_in[0]), str(tmp_path / "other")]) == 0
     assert read == {path.name: path.stat().st_size for path in stand_in[0].glob("*.safetensors")}
 
 
