@@ -50,7 +50,8 @@ class PackedFile(TensorFile):
     other: ClassVar[str]
 
     def __init__(self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]]) -> None:
-        self._packed = packed
+        self._packed, files = packed, (file for both in packed.values() for file in both)
+        self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
         tensors = {name: View.row_major("BF16", self.shape_of(name), 0) for name in packed}
         super().__init__(path, tensors, 0, 0, None)
 
@@ -106,7 +107,7 @@ class PackedFile(TensorFile):
 
     @property
     def stored_in(self) -> Sequence[TensorFile]:
-        return [*{id(file): file for both in self._packed.values() for file in both}.values()]
+        return self._stored_in
 
     def state(self) -> tuple[str, object, str]:
         """Return the states of the files that hold the two."""
