@@ -171,14 +171,13 @@ def test_C8_C11_casts_count_every_number_that_they_make_zero_or_infinite(tmp_pat
         whole = torch.tensor(drawn, dtype=torch.float64).to(stored)
         plan = [in_one_file(tmp_path, whole)(name_of(into))]
         (out,), tallies = executed(tmp_path, plan, block=block, allow_nonfinite=True)
-        tally = tallies["w"]
         expected = whole.to(into)
         assert torch.equal(out, expected)
         lost = int(((whole != 0) & (expected == 0)).sum())
-        assert tally["underflows"] == lost
-        assert tally["overflows"] == int((expected.isinf() & whole.isfinite()).sum())
-        assert bool(tally["left"]) == (stored != into and bool(expected.any()))
-        assert bool(tally["others"]) == bool(whole.any())
+        assert tallies["w"]["underflows"] == lost
+        assert tallies["w"]["overflows"] == int((expected.isinf() & whole.isfinite()).sum())
+        assert bool(tallies["w"]["left"]) == (stored != into and bool(expected.any()))
+        assert bool(tallies["w"]["others"]) == bool(whole.any())
 
     check()
 
