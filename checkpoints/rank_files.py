@@ -56,10 +56,8 @@ def stored_tensors(
     for pipeline, stage in enumerate(stages):
         for name, stated in stage.items():
             if not (stated.ends and pipeline):
-                stored, grid = (
-                    name_of(stated.dtype) if stated.dtype else dtype,
-                    Grid.of(stated, layout, pipeline),
-                )
+                stored = name_of(stated.dtype) if stated.dtype else dtype
+                grid = Grid.of(stated, layout, pipeline)
                 tensors[name] = StoredTensor(dtype=stored, shape=stated.shape, grid=grid)
     still = frozen.union(*map(buffer_names, stages))
     trained = [name for name in tensors if name not in still]

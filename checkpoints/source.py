@@ -224,15 +224,10 @@ def _sharded(checkpoint: Found, implementation: Implementation) -> Source:
 
 
 def _hugging_face(
-    path: Path,
-    links: bool,
-    module: Described | None,
-    mtp: bool,
-    compare: bool,
-    implementation: Implementation,
+    path: Path, links: bool, module: Described | None, mtp: bool, compare: bool, by: Implementation
 ) -> Source:
     folder = HFFolder(path, allow_symlinks=links)
-    folder.config = implemented_by(folder.config, implementation) | ({"mtp": True} if mtp else {})
+    folder.config = implemented_by(folder.config, by) | ({"mtp": True} if mtp else {})
     described, stored = module or Described.of(folder.config, path / CONFIG), folder.catalog
     catalog, repeated, _ = model_tensors(path, stored, described)
     for pair in repeated if compare else ():
