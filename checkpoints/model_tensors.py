@@ -56,10 +56,9 @@ def hf_shapes(described: Described) -> dict[str, Shape]:
     return {**shapes, head: next(iter(shapes.values()))}
 
 
-def _own_names(stored: Catalog, described: Described) -> Names:
-    """Return the names of a folder of Hugging Face, which may lack the family's optional prefix."""
+def _own_names(stored: Catalog, described: Described, absent: str) -> Names:
+    """Return the names of a folder of Hugging Face, which lack the prefix ``absent``."""
     names: Names = {}
-    absent = _absent_prefix(stored, described)
     for name, shape in hf_shapes(described).items():
         if (tensor := stored.get(name.removeprefix(absent))) is None:
             continue
@@ -90,10 +89,11 @@ def model_tensors(
     another shape than the model's, or stored in part.
     """
     (links, shapes), family = described.links(), described.family
+    absent = _absent_prefix(stored, described) if table is None else ""
     if table is None:
-        names, absent = _own_names(stored, described), _absent_prefix(stored, described)
+        names = _own_names(stored, described, absent)
     else:
-        names, absent = _table_names(where, stored, described, table), ""
+        names = _table_names(where, stored, described, table)
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
     prefix = "" if table is None else table.prefix
     ignored = _ignored_names(described, absent)

@@ -18,7 +18,6 @@ from ...parallel_state import BadInput, Box, Piece, require
 from ...storage.catalog import LazyTensor, Seen
 from ...storage.disk import writing
 from ...storage.dtypes import TORCH
-from ...storage.output_places import check_output
 from ...storage.staging import staged
 from ..foreign.rules import table_named
 from ..optimizer_state import adamw, moment_name
@@ -44,7 +43,6 @@ def convert_to_dcp(
     killed, the call begins anew.
     """
     source = read_source(src, config=config)
-    check_output(Path(dst), inputs=[source.path], apart=True)
     todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
     require(source.adapter is None, source.path, "--to dcp", "a whole model", "LoRA adapters", todo)
     manifest = source.manifest
@@ -54,7 +52,7 @@ def convert_to_dcp(
             todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
             raise BadInput(source.path, "--to dcp", expected=expected, found=actual, todo=todo)
     nested, made, need = _planned(source, names)
-    with staged(Path(dst), inputs=[source.path], need=need) as staging:
+    with staged(Path(dst), inputs=[source.path], need=need, apart=True) as staging:
         with verifying(source) as seen:
             _save(nested, made, seen, staging.directory)
         staging.publish()
