@@ -70,7 +70,8 @@ class Source:
         """Return what the model is; for LoRA adapters, a family whose tensors are the adapters only."""
         if self.module is not None:
             return self.module
-        described = Described.of(self.config, self._config_file)
+        where = self.path / (CONFIG if self.manifest is None else MANIFEST)
+        described = Described.of(self.config, where)
         if self.adapter is not None:
             lora = LoraConfig.model_validate(self.adapter.lora)
             return Described(adapted(cast(Family, described.family), lora), described.config)
@@ -89,10 +90,6 @@ class Source:
         """Return the config of a model of the zoo; ``BadInput`` as ``family``."""
         _ = self.family
         return cast(ModelConfig, self.described.config)
-
-    @property
-    def _config_file(self) -> str:
-        return str(self.path / (CONFIG if self.manifest is None else MANIFEST))
 
     @property
     def form(self) -> str:
