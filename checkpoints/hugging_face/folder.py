@@ -107,13 +107,13 @@ def _plain(
 ) -> dict[str, TensorFile] | None:
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
     if (method := packing.get("quant_method")) == "mxfp4":
-        return UnpackedFile(path, UnpackedFile.pairs(tensors, path)).among(tensors)
+        return UnpackedFile(path, tensors).among(tensors)
     key, expected = "quantization_config", "none, mxfp4 or fp8"
     todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
     require(method not in _QUANTISED, path / CONFIG, key, expected, method, todo)
     if (block := block_size(packing)) is None:
         return None
-    return ScaledFile(path, ScaledFile.pairs(tensors, path), block).among(tensors)
+    return ScaledFile(path, tensors, block).among(tensors)
 
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:

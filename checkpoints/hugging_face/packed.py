@@ -39,9 +39,10 @@ _FACTORS = torch.tensor([2.0 ** (scale - _BIAS) for scale in range(256)], device
 
 
 class PackedFile(TensorFile):
-    """Read tensor NAME a box at a time from two others of the folder, whose names end in ``suffixes``.
+    """Read tensor NAME a box at a time from two others of a folder, whose names end in ``suffixes``.
 
-    A folder's names with ``mark``, one of the two, tell which tensors are packed.
+    ``tensors``: the folder's; their names with ``mark``, one of the two, tell which are packed. ``BadInput``
+    for one without the other.
     """
 
     suffixes: ClassVar[tuple[str, str]]
@@ -49,24 +50,19 @@ class PackedFile(TensorFile):
     #: What the user is told of the other tensor if it is missing.
     other: ClassVar[str]
 
-    def __init__(self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]]) -> None:
-        self._packed, files = packed, (file for both in packed.values() for file in both)
-        self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
-        tensors = {name: View.row_major("BF16", self.shape_of(name), 0) for name in packed}
-        super().__init__(path, tensors, 0, 0, None)
-
-    @classmethod
-    def pairs(cls, tensors: Mapping[str, TensorFile], path: Path) -> dict[str, tuple[TensorFile, TensorFile]]:
-        """Return the two files of each packed tensor among a folder's; ``BadInput`` for one without other."""
-        packed = {}
+    def __init__(self, path: Path, tensors: Mapping[str, TensorFile]) -> None:
+        self._packed: dict[str, tuple[TensorFile, TensorFile]] = {}
         for key in tensors:
-            if key.endswith(cls.mark):
-                first, second = (key.removesuffix(cls.mark) + suffix for suffix in cls.suffixes)
+            if key.endswith(self.mark):
+                first, second = (key.removesuffix(self.mark) + suffix for suffix in self.suffixes)
                 for name in (first, second):
-                    expected = f"the {cls.other} of {key}"
+                    expected = f"the {self.other} of {key}"
                     require(name in tensors, path, name, expected, "no such tensor")
-                packed[key.removesuffix(cls.mark)] = tensors[first], tensors[second]
-        return packed
+                self._packed[key.removesuffix(self.mark)] = tensors[first], tensors[second]
+        files = (file for both in self._packed.values() for file in both)
+        self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
+        made = {name: View.row_major("BF16", self.shape_of(name), 0) for name in self._packed}
+        super().__init__(path, made, 0, 0, None)
 
     def among(self, tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
         """Return a folder's tensors with one of bf16 in place of each two that belong together."""
@@ -119,11 +115,9 @@ class ScaledFile(PackedFile):
 
     suffixes, mark, other = ("", FACTORS), FACTORS, "matrix"
 
-    def __init__(
-        self, path: Path, packed: Mapping[str, tuple[TensorFile, TensorFile]], block: tuple[int, int]
-    ) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, TensorFile], block: tuple[int, int]) -> None:
         self.block = block
-        super().__init__(path, packed)
+        super().__init__(path, tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a matrix, which its factors must fit."""
