@@ -1,25 +1,23 @@
 """Read every byte once: compare those of a checkpoint with its sums, and look at the numbers of others."""
 
 import hashlib
-import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState, require
 from ..parallel_state.collective_errors import together
-from ..storage.catalog import Key, Seen
+from ..storage.catalog import AT_ONCE, Seen
 from ..storage.crc import Checksum, crc32, crc32_combine
-from ..storage.dtypes import TORCH, look_at
 from ..storage.safe_open import contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import StoredFile, shown
+from ..storage.strides import blocks
 from .find import damaged
+from .hugging_face.packed import PackedFile
 from .manifest import Manifest
 from .rank_files import checkpoint_files
 from .source import Source
@@ -35,9 +33,8 @@ def verify(
     seen: Seen | None = None,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
-) -> list[str]:
-    """Refuse the checkpoint unless every file is, byte for byte, the one that was written; return the SHA-256
-    (hex) of the bytes that were read of each, in the manifest's order.
+) -> None:
+    """Refuse the checkpoint unless every file is, byte for byte, the one that was written.
 
     Every byte is read once, but those whose sums are in ``seen``. ``files``: a source's, of whoever reads on:
     no header is read again; without them none is kept. ``progress`` is called with the number of bytes read
@@ -45,13 +42,12 @@ def verify(
     """
     directory = Path(directory)
     unopened = checkpoint_files(directory, manifest) if files is None else []
-    digests = [hashlib.sha256() for _ in manifest.files]
     listed = {name for name, tensor in manifest.tensors.items() if tensor.parts}
 
     def sums_of(number: int) -> dict[str, int]:
         file = unopened[number].open_anew() if files is None else files[number]
         summed = checksum_of(file) if seen is None else seen[file]
-        sums = verify_file(file, manifest.files[number], summed, progress, digests[number].update)
+        sums = verify_file(file, manifest.files[number], summed, progress)
         return {name: crc for name, crc in sums.items() if name in listed}
 
     with ThreadPoolExecutor(threads) as pool:
@@ -64,7 +60,6 @@ def verify(
             if sums[owner][name] != sums[part.file][name]:
                 both = f"a difference: {manifest.files[owner].name} and {manifest.files[part.file].name}"
                 raise damaged(directory, shown(name), expected="equal replicas", found=both)
-    return [digest.hexdigest() for digest in digests]
 
 
 @contextmanager
@@ -91,95 +86,24 @@ def verifying(source: Source, *, threads: int = 2) -> Iterator[Seen]:
         verify(source.path, manifest, files=source.files, seen=seen, threads=threads)
 
 
-def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> dict[Path, str]:
+def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> None:
     """Refuse a Hugging Face folder, or a checkpoint of another project, unless its numbers are finite, what
-    it holds twice is equal, and its files have the sums that they state; return the SHA-256 (hex) of each.
+    it holds twice is equal, and its files have the sums that they state.
 
-    Every byte is read once. Of packed weights a tensor at a time is in memory.
+    Of packed weights a tensor at a time is in memory.
     """
-    tensors = _Tensors(source)
-    digests: dict[Path, str] = {}
-    for file in source.stored_files:
-        try:
-            digests[file.path], seen = tensors.read_whole(file, progress)
-        except BadInput:  # damage may look like numbers that are not finite
-            verify_sums(file, checksum_of(file))
-            raise
-        verify_sums(file, seen)
+    twice = [tensor for pair in source.repeated for tensor in (pair.first, pair.again)]
+    digests = {tensor.name: hashlib.sha256() for tensor in twice}
+    with verifying(source) as seen:
+        for name, tensor in {tensor.name: tensor for tensor in (*source.catalog.values(), *twice)}.items():
+            packed = any(isinstance(piece.stored.file, PackedFile) for piece in tensor.near(tensor.box))
+            for box in [tensor.box] if packed else blocks(tensor.box, AT_ONCE):
+                numbers = tensor.read(box, seen=seen)
+                progress(numbers.nbytes)
+                if name in digests:
+                    digests[name].update(numbers.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     for pair in source.repeated:
-        pair.check(source.path, lambda tensor: tensors.digests[tensor.name].hexdigest())
-    return digests
-
-
-class _Tensors:
-    """Look at the tensors of a source while the files are read that they are stored in."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        twice = [tensor for pair in source.repeated for tensor in (pair.first, pair.again)]
-        self.digests = {tensor.name: hashlib.sha256() for tensor in twice}
-        names = {
-            piece.stored: tensor.name
-            for tensor in (*twice, *source.catalog.values())
-            for piece in tensor.near(tensor.box)
-        }
-        #: For each tensor in a file on the disk: the one that is made of it, and its name for the user.
-        self.wanted = {
-            Key(*stored): (key, name) for key, name in names.items() for stored in key.file.made_of(key.key)
-        }
-        self._parts: dict[Key, Tensor] = {}
-
-    def read_whole(self, file: TensorFile, progress: Callable[[int], None]) -> tuple[str, Checksum]:
-        """Look at the tensors of a file; return its SHA-256 (hex) and the sums of the stretches whose sums it
-        states.
-
-        Memory is bounded, but for packed tensors, and those that lie in the file otherwise than row by row.
-        Raises ``BadCheckpoint`` if the file changes meanwhile.
-        """
-        keys = {stored.key: stored for stored in self.wanted if stored.file is file}
-        unpacked = (name for name, stored in keys.items() if self.wanted[stored][0] == stored)
-        plain = {name for name in unpacked if file.tensors[name].steps is None}
-        regions, digest, region, done = _regions(file, keys), hashlib.sha256(), bytearray(), 0
-        end, names = 0, list[str]()
-        with file.opened() as fd:
-            size = os.fstat(fd).st_size
-            bounds = chain(
-                ((begin, end) for begin, (end, _) in regions.items()), (sums[:2] for sums in file.sums)
-            )
-            seen = Checksum({0, size}.union(*bounds))
-            for at, data in seen.read_gaps(fd, *pairwise(sorted(seen.apart))):
-                progress(len(data))
-                digest.update(data)
-                done += len(data)
-                end, names = regions.get(at, (end, names))
-                if at >= end:
-                    continue
-                if len(names) == 1 and names[0] in plain:
-                    dtype = TORCH[file.tensors[names[0]].dtype]
-                    self._take(keys[names[0]], torch.frombuffer(data, dtype=dtype))
-                    continue
-                region += data
-                if done == end:
-                    for name in names:
-                        self._take(keys[name], _tensor(file, name, region, end - len(region)))
-                    region = bytearray()
-        expected, todo = f"{size:,} bytes in the file", "The file shrank while it was read"
-        require(done >= size, file.path, None, expected, f"only {done:,}", todo, kind=BadCheckpoint)
-        return digest.hexdigest(), seen
-
-    def _take(self, stored: Key, numbers: Tensor) -> None:
-        """Look at numbers of a stored tensor, as they come: pieces of one dim, or all of it."""
-        key, name = self.wanted[stored]
-        if key != stored:  # it is packed, and comes whole
-            self._parts[stored] = numbers
-            parts = [Key(*part) for part in key.file.made_of(key.key)]
-            if not all(part in self._parts for part in parts):
-                return
-            numbers = key.file.made_from(key.key, [self._parts.pop(part) for part in parts])
-        numbers = numbers.contiguous()
-        require(look_at(numbers).finite, self._source.path, name, "finite numbers", "a NaN or an infinity")
-        if (digest := self.digests.get(name)) is not None:
-            digest.update(numbers.view(torch.uint8).numpy().data)
+        pair.check(source.path, lambda tensor: digests[tensor.name].hexdigest())
 
 
 def verify_files(manifest: Manifest, files: Sequence[TensorFile], numbers: Iterable[int]) -> None:
@@ -214,18 +138,13 @@ def verify_file(
     stored: StoredFile,
     seen: Checksum,
     progress: Callable[[int], None] = lambda read: None,
-    also: Callable[[memoryview], None] = lambda data: None,
 ) -> dict[str, int]:
-    """Check the CRC-32 of the whole file, then return that of each tensor's bytes.
-
-    ``also`` is given the bytes that are read, in order: all of the file if nothing of it is in ``seen``.
-    """
+    """Check the CRC-32 of the whole file, then return that of each tensor's bytes."""
     entries = sorted(file.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     stretches = [(0, file.data_begin), *((entry.begin, entry.end) for _, entry in entries)]
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
         for _, data in seen.read_gaps(fd, *stretches):
             progress(len(data))
-            also(data)
     sums, whole = [seen.of(*stretch) for stretch in stretches], 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
         whole = crc32_combine(whole, crc, end - begin)
@@ -271,24 +190,3 @@ def check_bytes(source: Source, state: ParallelState) -> None:
     expected = "the same checkpoint on every rank"
     todo = "A run saved meanwhile: name one of its checkpoints, or try again"
     require(len(set(opened)) <= 1, source.path.parent, None, expected, names, todo, kind=BadCheckpoint)
-
-
-def _regions(file: TensorFile, keys: Container[str]) -> dict[int, tuple[int, list[str]]]:
-    """Return, by the first byte of a region, its end and the tensors in it: several if they share bytes."""
-    regions: dict[int, tuple[int, list[str]]] = {}
-    begin, end = 0, 0
-    extents = ((view.begin, view.end, key) for key, view in file.tensors.items() if key in keys)
-    for first, last, key in sorted(extents):
-        if first < last:
-            begin, end = (first, last) if first >= end else (begin, max(end, last))
-            regions[begin] = end, [*regions.get(begin, (0, []))[1], key]
-    return regions
-
-
-def _tensor(file: TensorFile, key: str, region: bytearray, begin: int) -> Tensor:
-    """Return a tensor of the bytes of its region, which begins at byte ``begin`` of the file."""
-    view = file.tensors[key]
-    data = memoryview(region)[view.begin - begin : view.end - begin]
-    if (view.begin - begin) % view.itemsize:  # of another dtype than what lies before it
-        data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=TORCH[view.dtype]).as_strided(view.shape, view.strides)

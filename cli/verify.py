@@ -23,9 +23,8 @@ def verify(
     folder must hold every tensor that its config asks for, and finite numbers only; so must a checkpoint of
     another project, whose own checksums are compared too. A token file is compared
     with the hashes in its index; name it by its prefix or by any of its files. The files at a URL are copied
-    into the cache of this host, unless it has a copy of this version, and the copy is checked. The command
-    prints the SHA-256 of each file. The exit code is 4 for a damaged checkpoint and 2 for anything else that
-    is wrong.
+    into the cache of this host, unless it has a copy of this version, and the copy is checked. The exit code
+    is 4 for a damaged checkpoint and 2 for anything else that is wrong.
 
     Examples:
 
@@ -54,18 +53,17 @@ def verify(
     for warning in weights.warnings:
         say(f"warning: {warning}", err=True)
     manifest = weights.manifest
-    total = sum(file.size for file in (weights.stored_files if manifest is None else manifest.files))
+    if manifest is None:
+        total = sum(tensor.nbytes for tensor in weights.catalog.values())
+    else:
+        total = sum(file.size for file in manifest.files)
     with byte_progress(f"{weights.path}", total) as advance:
         if manifest is not None:
             check_model(weights)
             check_step(weights.path, manifest.step)
-            digests = check(weights.path, manifest, progress=advance)
-            hashes = zip(digests, [file.name for file in manifest.files], strict=True)
+            check(weights.path, manifest, progress=advance)
         else:
-            read = verify_weights(weights, progress=advance)
-            hashes = zip(read.values(), [path.name for path in read], strict=True)
-    for digest, name in hashes:
-        say(f"{digest}  {name}")
+            verify_weights(weights, progress=advance)
     url = as_url(source)
     where = f"{weights.path}" if url is None else f"{url}, copied to {weights.path}"
     say(f"{where}: complete and unaltered" if manifest else f"{where}: complete and finite")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
 from .crc import Checksum
-from .dtypes import TORCH, look_at
+from .dtypes import BITS, TORCH, look_at
 from .safetensors_reader import TensorFile
 from .strides import blocks, first_flaw
 
 #: Elements of ``LazyTensor.in_blocks``.
-_AT_ONCE = 1 << 22
+AT_ONCE = 1 << 22
 Shape = tuple[int, ...]
 #: The checksums of files into which their bytes are counted as they are read.
 Seen = Mapping[TensorFile, Checksum]
@@ -51,6 +51,11 @@ class LazyTensor:
         """Return the box of all elements."""
         return Box.whole(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all elements."""
+        return self.box.size * BITS[self.dtype] // 8
+
     def pieces(self, box: Box) -> list[Piece[Key]]:
         """Return the pieces of ``box``; each element is in one of them.
 
@@ -66,7 +71,7 @@ class LazyTensor:
 
     def in_blocks(self, seen: Seen | None = None) -> Iterator[Tensor]:
         """Yield all elements, finite or not, some at a time."""
-        for box in blocks(self.box, _AT_ONCE):
+        for box in blocks(self.box, AT_ONCE):
             yield self.read(box, finite=False, seen=seen).contiguous()
 
     def read(self, box: Box | None = None, *, finite: bool = True, seen: Seen | None = None) -> Tensor:

@@ -77,15 +77,6 @@ class TensorFile:
         """Return begin, end and CRC-32 of stretches whose sums the file states itself: safetensors none."""
         return ()
 
-    def made_of(self, name: str) -> Sequence[tuple["TensorFile", str]]:
-        """Return the tensors on the disk, each as its file and its name there, that ``name`` is made of."""
-        return ((self, name),)
-
-    def made_from(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return tensor ``name``, made of the whole tensors ``made_of(name)``."""
-        (whole,) = parts
-        return whole
-
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 

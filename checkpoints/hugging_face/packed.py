@@ -80,21 +80,8 @@ class PackedFile(TensorFile):
 
     def read(self, name: str, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Return the elements of tensor ``name`` in ``box`` (default: all) as bf16; see ``TensorFile``."""
-        numbers, scales = (partial(file.read, key) for file, key in self.made_of(name))
-        return self._made(name, numbers, scales, box, out)
-
-    def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
-        """Return where the packed numbers and their scales lie."""
-        return [(file, name + suffix) for file, suffix in zip(self._packed[name], self.suffixes, strict=True)]
-
-    def made_from(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return tensor ``name`` as bf16, made of the packed numbers and their scales."""
-        numbers, scales = parts
-        return self._made(name, lambda box: numbers[box.slices], lambda box: scales[box.slices])
-
-    def _made(
-        self, name: str, numbers: Part, scales: Part, box: Box | None = None, out: Tensor | None = None
-    ) -> Tensor:
+        stored = zip(self._packed[name], self.suffixes, strict=True)
+        numbers, scales = (partial(file.read, name + suffix) for file, suffix in stored)
         box = Box.whole(self.tensors[name].shape) if box is None else box
         out = torch.empty(box.shape, dtype=torch.bfloat16) if out is None else out
         if box.size:

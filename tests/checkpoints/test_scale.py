@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -345,15 +344,13 @@ def test_a_save_looks_at_no_file_of_weights_of_the_checkpoints_that_stay(tmp_pat
     assert (looks.whole, looks.opened) == (0, [])
 
 
-def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in, capsys):
-    folder, hashing = stand_in[0], mock.patch("hashlib.file_digest", side_effect=AssertionError("once more"))
-    with Looks().counted() as looks, bytes_read(folder) as read, hashing:
+def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in):
+    folder = stand_in[0]
+    with Looks().counted() as looks, bytes_read(folder) as read:
         assert run(["verify", str(folder)]) == 0
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert sorted(looks.opened) == sorted(sizes)
     assert read == sizes
-    printed = dict(line.split()[::-1] for line in capsys.readouterr().out.splitlines() if ".safe" in line)
-    assert printed == {name: sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
 
 
 @pytest.mark.parametrize(("words", "times"), [("convert {0} {1} --to dcp", 1), ("diff {0} {0}", 2)])

@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -200,7 +199,7 @@ def test_the_commands_read_every_form(made, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["hf", "twice", *FORMS])
 def test_verify_reads_each_byte_of_any_form_once(made, form, capsys, tmp_path):
-    """It looks at numbers, compares sums and what is there twice, and hashes the files as it reads them."""
+    """It looks at numbers, compares sums and what is there twice."""
     config = [] if form in ("hf", "twice", "bin", "bins") else ["--config", str(made / "hf")]
     place = made / form
     if form == "twice":
@@ -209,13 +208,12 @@ def test_verify_reads_each_byte_of_any_form_once(made, form, capsys, tmp_path):
         save_file(hf | {"lm_head.weight": hf["model.embed_tokens.weight"].clone()}, place / WEIGHTS)
     with bytes_read(Path("/")) as headers:
         source = read_source(place, config=config[1] if config else None, compare=False)
-    sizes = {str(file.path): file.path.stat().st_size for file in source.stored_files}
+    tensors = {tensor.name: tensor for pair in source.repeated for tensor in (pair.first, pair.again)}
+    needed = sum(tensor.nbytes for tensor in (source.catalog | tensors).values())
     with bytes_read(Path("/")) as read:
         assert run(["verify", str(place), *config]) == 0
-    assert {path: (read - headers)[path.removeprefix("/")] for path in sizes} == sizes
-    printed = capsys.readouterr().out.splitlines()
-    hashes = {f"{sha256(Path(path).read_bytes()).hexdigest()}  {Path(path).name}" for path in sizes}
-    assert len(hashes) == len(sizes) and hashes <= {*printed}
+    there = str(place).removeprefix("/")
+    assert sum(count for path, count in (read - headers).items() if path.startswith(there)) == needed
     if form in ("hf", "twice"):
         name = "lm_head.weight" if form == "twice" else "model.norm.weight"
         hf, damaged = weights(place), shutil.copytree(place, tmp_path / "damaged")
