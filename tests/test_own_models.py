@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -12,60 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.pages import Page
+from support.refusals import refusal_of
 from support.short_runs import losses, train
 from support.strangers import CUSTOM as custom
 from support.strangers import EXAMPLES, imported
 from trilith.checkpoints import describe_module, load
 from trilith.cli.app import run
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
-from trilith.testing import assert_layout_invariant, run_parallel
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.testing import run_parallel
 from trilith.training import Step, make_adamw
-
-plain = imported(EXAMPLES / "plain_model.py", "plain_model")
-
-
-def test_between_the_example_s_decoder_blocks_memory_and_state_travel_together():
-    batch, layout = custom.batch(0, samples=4, frames=4, length=4), Layout(pipeline=4)
-    differences = assert_layout_invariant(custom.Transcriber, batch, layouts=[layout], loss=custom.loss)
-    assert differences[layout].gradients < 1e-10
-
-
-def stretch(layout, out, steps):
-    return custom.train(layout, out, steps)
-
-
-def test_the_example_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(tmp_path):
-    whole = run_parallel(stretch, 1, Layout(), tmp_path / "whole", 12)[0]
-    run_parallel(stretch, 2, Layout(tensor=2, sequence=True), tmp_path / "run", 6)
-    second = run_parallel(stretch, 2, Layout(pipeline=2), tmp_path / "run", 12)[1]
-    assert whole[-1] < whole[0] - 0.3
-    assert torch.allclose(torch.tensor(second), torch.tensor(whole[6:]), rtol=1e-4)
-
-    assert run(["reshard", str(tmp_path / "run"), str(tmp_path / "cut"), "--tensor", "4"]) == 0
-    assert run(["diff", str(tmp_path / "run"), str(tmp_path / "cut")]) == 0
-    assert run(["verify", str(tmp_path / "cut")]) == 0
-    assert run(["convert", str(tmp_path / "cut"), str(tmp_path / "exported"), "--to", "hf"]) == 0
-    theirs = plain.Transcriber()
-    theirs.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
-    ours, again = custom.Transcriber(), custom.Transcriber()
-    load(tmp_path / "run", ours)
-    load(tmp_path / "exported", again)
-    given = {name: one for name, one in custom.batch(99).items() if name != "labels"}
-    assert torch.allclose(theirs(**given), ours(**given), atol=1e-5)
-    assert torch.equal(again(**given), ours(**given))
-
-
-@pytest.mark.slow
-def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
-    def launch(ranks, *arguments):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command = [*launcher, str(EXAMPLES / "custom_model.py"), "train", "--out", str(tmp_path), *arguments]
-        how = {"capture_output": True, "text": True, "timeout": 240, "check": True}
-        return subprocess.run(command, **how).stdout
-
-    assert "loss" in launch(4, "--tensor", "2", "--pipeline", "2", "--sequence-parallel", "--steps", "3")
-    assert "in 2 steps" in launch(2, "--data", "2", "--zero", "3", "--steps", "5")
-
 
 PAGE = Page.read("docs/your_model.md")
 
@@ -79,8 +35,34 @@ def page(tmp_path_factory):
 
 
 def call(file, function, *arguments):
-    """Call a function of the page, in a process that knows the page by its file."""
+    """Call a function of a file, in a process that knows it by its file."""
     return getattr(imported(file, f"{Path(file).stem}_in_a_rank"), function)(*arguments)
+
+
+def test_the_example_is_trained_resumed_in_another_layout_and_exported_to_the_plain_model(tmp_path):
+    file, out = str(EXAMPLES / "custom_model.py"), tmp_path / "run"
+    (whole,) = run_parallel(call, 1, file, "train", Layout(), tmp_path / "whole", 12)
+    run_parallel(call, 2, file, "train", Layout(tensor=2, sequence=True), out, 6)
+    _, second = run_parallel(call, 2, file, "train", Layout(pipeline=2), out, 12)
+    assert whole[-1] < whole[0] - 0.3
+    assert second == pytest.approx(whole[6:], rel=1e-4)
+    assert run(["convert", str(out), str(tmp_path / "exported"), "--to", "hf"]) == 0
+    ours, theirs = custom.Transcriber(), imported(EXAMPLES / "plain_model.py", "plain_model").Transcriber()
+    load(out, ours)
+    theirs.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
+    samples = {name: sample for name, sample in custom.batch(99).items() if name != "labels"}
+    assert torch.allclose(theirs(**samples), ours(**samples), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
+    def launch(ranks, words):
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command = [*launcher, str(EXAMPLES / "custom_model.py"), "train", "--out", str(tmp_path)]
+        return subprocess.check_output([*command, *words.split()], text=True, timeout=240)
+
+    assert "loss" in launch(4, "--tensor 2 --pipeline 2 --sequence-parallel --steps 3")
+    assert "in 2 steps" in launch(2, "--data 2 --zero 3 --steps 5")
 
 
 def test_a_loop_of_ones_own_is_short_and_the_page_imports_trilith_and_torch_alone():
@@ -137,23 +119,27 @@ def test_the_recipe_trains(page, tmp_path, monkeypatch):
     assert last < first
 
 
-def test_the_refusals_are_worded_as_shown(page):
-    shown = re.search(r"A cut that is not even: `(.*?)`", PAGE.text, re.DOTALL)
-    assert shown is not None
-    with pytest.raises(BadInput) as caught:
-        page.ColumnParallelLinear(16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
-    assert str(caught.value) == " ".join(shown[1].split())
-    shown = re.search(r"takes no `stage`: `(.*?)`", PAGE.text, re.DOTALL)
-    assert shown is not None
+def shown(beginning):
+    """Return the refusal that the page shows behind these words."""
+    text = re.search(rf"{beginning}: `(.*?)`", PAGE.text, re.DOTALL)
+    assert text is not None
+    return " ".join(text[1].split())
 
+
+def test_the_refusals_are_worded_as_shown(page):
     class Deaf(page.Model):
         def forward(self, x=None, *, tokens):
             return super().forward(x, tokens=tokens)
 
-    state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
-    with pytest.raises(BadInput) as caught:
+    def step():
+        state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
         Step(Deaf(state=state), page.loss, micro_batch=1, schedule="interleaved", state=state)
-    assert str(caught.value) == " ".join(shown[1].split())
+
+    state = ParallelState.stand_in(Layout(tensor=3))
+    assert refusal_of(lambda: page.ColumnParallelLinear(16, 16, state=state)) == shown(
+        "A cut that is not even"
+    )
+    assert refusal_of(step) == shown("takes no `stage`")
 
 
 def test_two_losses_in_turn_train_as_the_page_says(page):

@@ -14,6 +14,7 @@ from typing import Any
 import trilith
 from trilith.models import FAMILIES
 from trilith.models.from_transformers.config import AXES
+from trilith.recipes.recipe_text import to_toml
 from trilith.storage.small_files import read_toml
 
 from support.any_model import LAYOUTS
@@ -27,40 +28,25 @@ COLUMNS = ("transformers", "gradients", "zoo", *LAYOUTS)
 
 def toml(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of the package."""
-    lines = ["# Written by `make any-model`: what is proved of each type of transformers that makes text, as"]
-    lines += [
-        "# largest relative differences, and why no more.",
-        f'transformers = "{version("transformers")}"',
-        "",
-    ]
-    lines += ["[types]", *(f"{named(kind)} = {inline(row)}" for kind, row in sorted(rows.items())), ""]
-    return "\n".join(lines)
+    lines = [to_toml({kind: row})[2:-2] for kind, row in sorted(rows.items())]  # without the braces
+    return f"""# Written by `make any-model`: what is proved of each type of transformers that makes text, as
+# largest relative differences, and why no more.
+transformers = "{version("transformers")}"
 
-
-def named(key: str) -> str:
-    """Return a key as TOML writes it."""
-    return key if re.fullmatch(r"[\w-]+", key) else json.dumps(key)
-
-
-def inline(entry: Any) -> str:
-    """Return a text, a number or a table of them as TOML writes it in one line."""
-    if isinstance(entry, Mapping):
-        return f"{{ {', '.join(f'{named(key)} = {inline(part)}' for key, part in entry.items())} }}"
-    return json.dumps(entry) if isinstance(entry, str) else f"{entry:.0e}"
+[types]
+{chr(10).join(lines)}
+"""
 
 
 def row_of(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of the table for a line of JSON that ``any_model`` wrote."""
-    if refused := whole(said):
-        return {"refused": line(refused)}
-    why = {axis: cause(line(reason)) for axis, reason in said["refused"].items() if axis in AXES}
-    return {"proved": said["proved"]} | ({"why": why} if why else {})
-
-
-def whole(row: Mapping[str, Any]) -> str:
-    """Return why a type is refused whole: data parallelism is the least that it must have."""
-    refused: Mapping[str, str] = row["refused"]
-    return refused.get("all") or refused.get("data") or refused.get("ZeRO 0") or ""
+    refused: Mapping[str, str] = said["refused"]
+    # Data parallelism is the least that a type must have.
+    if whole := refused.get("all") or refused.get("data") or refused.get("ZeRO 0"):
+        return {"refused": line(whole)}
+    why = {axis: cause(line(reason)) for axis, reason in refused.items() if axis in AXES}
+    proved = {axis: float(f"{gap:.0e}") for axis, gap in said["proved"].items()}
+    return {"proved": proved} | ({"why": why} if why else {})
 
 
 def line(text: str) -> str:

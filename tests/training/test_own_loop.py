@@ -1,15 +1,14 @@
-"""A loop of a user's own: a zoo model's checkpoints, layers that are reset, wrappers that are refused."""
+"""A loop of a user's own: layers that are reset, wrappers that are refused."""
 
+import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from support.configs import TINY_GLM
 from support.families import model_of
 from support.refusals import refusal_of
-from support.short_runs import built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -39,57 +38,8 @@ from trilith.parallel_state import (
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
-from trilith.training import Precision, Step, make_adamw, shard_over_data
+from trilith.training import Precision, Step, shard_over_data
 from trilith.training.zero_on_fsdp import find_blocks
-
-
-def made(layout):
-    """Make a model whose last norm, which the last stage has, is frozen, and its optimizer."""
-    model = built(layout, Precision(*[torch.float64] * 3))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith("norm."))
-    return model, make_adamw(model, lr=1e-2)
-
-
-def moved(model, optimizer, number):
-    """Take a step with the gradient of the weights' squares, so that it needs no batch."""
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach() * (number + 1) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def goes_on(root, layouts):
-    """Take two steps in each layout, continuing from the one before; return what the last one holds."""
-    found = []
-    for number, layout in enumerate(layouts):
-        model, optimizer = made(layout)
-        if number:
-            progress = load(root, model, optimizer)
-            assert (progress.step, progress.extra) == (2 * number, {"at": number - 1})
-        for step in range(2 * number, 2 * number + 2):
-            moved(model, optimizer, step)
-        save(root, model, optimizer, step=2 * number + 2, extra={"at": number}, keep=9)
-        found.append(pieces(model, model.state))
-    return found
-
-
-def test_a_zoo_model_goes_on_in_any_layout_from_what_save_wrote(tmp_path):
-    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout(pipeline=2)]
-    parts = run_parallel(goes_on, 2, str(tmp_path / "parts"), layouts)
-    (whole,) = run_parallel(goes_on, 1, str(tmp_path / "whole"), [Layout()] * 3)
-    expected, found = assemble([whole[2]]), assemble([rank[2] for rank in parts])
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
-    assert run(["verify", str(tmp_path / "parts")]) == 0
-    assert run(["convert", str(tmp_path / "parts"), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    assert torch.equal(weights["model.embed_tokens.weight"], found["embed.weight"])
-    model = load(tmp_path / "parts" / "step-00000006", dtype=torch.float64).model
-    assert torch.equal(model.embed.weight[:131], found["embed.weight"])
-    assert load(tmp_path / "hf", model).step == 0
-
 
 LAYERS = {
     "column": lambda s: ColumnParallelLinear(6, 12, state=s),
@@ -153,32 +103,88 @@ def refusals_of(model, **state):
     uses = (
         lambda: finalize_gradients(model, **state),
         lambda: clip_gradients(model, 1.0, **state),
-        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, **state),
+        lambda: Step(model, squares, micro_batch=1, **state),
     )
     return [*map(refusal_of, uses)]
 
 
-def wrapped(how):
-    state = ParallelState.start(Layout(pipeline=2))  # so the other rank holds other layers
-    model = nn.Sequential(ColumnParallelLinear(4, 6, state=state))
-    if how == "ddp":
-        inner, model = model, DistributedDataParallel.__new__(DistributedDataParallel)
-        nn.Module.__init__(model)  # its reducer, which nothing here comes to use, is left out
-        model.module, model.process_group = inner, dist.group.WORLD
-    elif how == "fsdp1":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+def ddp(model, state):
+    return DistributedDataParallel(model, device_mesh=state.data_mesh)
+
+
+def sharded(model, state):
+    return fully_shard(model, mesh=state.data_mesh)
+
+
+def ddp_over_all(model, state):
+    """Leave out its reducer, which nothing here comes to use."""
+    made = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(made)
+    made.module, made.process_group = model, dist.group.WORLD
+    return made
+
+
+def ddp_that_ignores(model, state):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    return ddp(model, state)
+
+
+FOUND = (
+    "expected a module that shard_over_data shares.* found {}, which averages gradients( over ranks 0, 1)?. "
+)
+FOUND += r"Take shard_over_data\(model, state, Precision\(\)\) instead"
+LEFT_OUT = r"0\.weight: expected all trained parameters in torch's wrapper"
+#: Of ranks that hold other layers, of all data ranks, and of those among tensor ranks.
+STAGES, DATA, TENSOR = Layout(pipeline=2), Layout.of(data=4), Layout.of(data=2, tensor=2, sequence=True)
+WRAPPED = {
+    "ddp": (STAGES, FOUND.format("DistributedDataParallel"), ddp_over_all),
+    "fsdp1": (
+        STAGES, FOUND.format("FullyShardedDataParallel"),
+        lambda model, state: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    ),
+    "fully_shard": (
+        STAGES, FOUND.format("fully_shard of torch"),
+        lambda model, state: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    ),
+    "ddp of cut weights": (TENSOR, FOUND.format("DistributedDataParallel"), ddp),
+    "ddp of a part": (DATA, LEFT_OUT, lambda model, state: nn.Sequential(model[0], ddp(model[1], state))),
+    "ddp that ignores": (DATA, LEFT_OUT, ddp_that_ignores),
+    "fully_shard of a part": (
+        DATA, LEFT_OUT, lambda model, state: nn.Sequential(model[0], sharded(model[1], state)),
+    ),
+    "fully_shard that ignores": (
+        DATA, LEFT_OUT,
+        lambda model, state: fully_shard(model, mesh=state.data_mesh, ignored_params={model[0].weight}),
+    ),
+}  # fmt: skip
+
+
+def refused(how):
+    layout, _, wrap = WRAPPED[how]
+    state = ParallelState.start(layout)
+    layers = ColumnParallelLinear(8, 12, state=state), RowParallelLinear(12, 8, state=state)
+    model = wrap(nn.Sequential(*layers), state)
     return [*refusals_of(model, state=state), refusal_of(lambda: shard_over_data(model, state, Precision()))]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
-def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how):
-    for said in run_parallel(wrapped, 2, how):
-        for line in said:
-            assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
-            assert "shard_over_data(model, state, Precision())" in line
-        assert ("averages gradients over ranks 0, 1" in said[0]) == (how != "fsdp1")
+@pytest.mark.parametrize("how", WRAPPED)
+def test_torchs_wrappers_over_our_layers_are_refused_with_the_way_to_go(how):
+    layout, says, _ = WRAPPED[how]
+    for *of_loop, of_sharing in run_parallel(refused, layout.world, how):
+        assert all(re.search(says, line) for line in of_loop), of_loop
+        assert (" over ranks 0, 1" in of_loop[0]) == (how in ("ddp", "fully_shard"))
+        assert re.search(FOUND.format(".*"), of_sharing)
+
+
+def averaged():
+    """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
+    model = DistributedDataParallel(nn.Linear(4, 6))
+    return refusal_of(lambda: Step(model, squares, micro_batch=1))
+
+
+def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
+    for said in run_parallel(averaged, 2):
+        assert "found DistributedDataParallel, which averages gradients" in said
 
 
 def mean_gradients(wrap, layout):
@@ -203,68 +209,13 @@ def mean_gradients(wrap, layout):
         torch.testing.assert_close(averaged, alone, rtol=1e-11, atol=1e-14)
 
 
-def ddp(model, state):
-    return DistributedDataParallel(model, device_mesh=state.data_mesh)
-
-
-def sharded(model, state):
-    return fully_shard(model, mesh=state.data_mesh)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "layout"),
-    [
-        (ddp, Layout.of(data=4)),
-        (ddp, Layout.of(data=4, zero=1)),
-        (sharded, Layout.of(data=4)),
-        (sharded, Layout.of(data=4, zero=2, data_replicate=2)),
-        (sharded, Layout.of(data=2, zero=3, tensor=2, sequence=True)),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+@pytest.mark.parametrize(("wrap", "layout"), [
+    (ddp, DATA), (ddp, Layout.of(data=4, zero=1)), (sharded, DATA),
+    (sharded, Layout.of(data=4, zero=2, data_replicate=2)),
+    (sharded, Layout.of(data=2, zero=3, tensor=2, sequence=True)),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_torchs_wrappers_over_the_data_mesh_are_right_with_a_mean_loss(wrap, layout):
     run_parallel(mean_gradients, 4, wrap, layout)
-
-
-def partly(how):
-    """Return the refusal of a model that torch averages in part, or whose cut weights DDP hides."""
-    layout = Layout.of(data=2, tensor=2, sequence=True) if how == "tensor ranks" else Layout.of(data=4)
-    state = ParallelState.start(layout)
-    first, last = ColumnParallelLinear(8, 12, state=state), RowParallelLinear(12, 8, state=state)
-    model = nn.Sequential(first, last)
-    mesh = state.data_mesh
-    if how == "tensor ranks":
-        model = DistributedDataParallel(model, device_mesh=mesh)
-    elif how == "ddp":
-        model[1] = DistributedDataParallel(last, device_mesh=mesh)
-    elif how == "ddp ignores":
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-        model = DistributedDataParallel(model, device_mesh=mesh)
-    elif how == "fully_shard":
-        fully_shard(last, mesh=mesh)
-    else:
-        fully_shard(model, mesh=mesh, ignored_params={first.weight})
-    return refusals_of(model, state=state)[0]
-
-
-@pytest.mark.parametrize("how", ["tensor ranks", "ddp", "ddp ignores", "fully_shard", "fully_shard ignores"])
-def test_what_torchs_wrappers_would_leave_out_is_refused(how):
-    name = "0.weight: expected all trained parameters in torch's wrapper"
-    for refusal in run_parallel(partly, 4, how):
-        assert ("DistributedDataParallel" if how == "tensor ranks" else name) in refusal.replace(
-            "module.", ""
-        )
-
-
-def averaged():
-    """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
-    model = DistributedDataParallel(nn.Linear(4, 6))
-    return refusal_of(lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1))
-
-
-def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
-    for said in run_parallel(averaged, 2):
-        assert "found DistributedDataParallel, which averages gradients" in said
 
 
 def without_state(root, layout):

@@ -49,6 +49,11 @@ MODELS = {
 }
 
 
+def own(file, model, loss="loss"):
+    """Return what a recipe says of a model and a loss of one file."""
+    return {"model": {"module": f"{file}:{model}"}, "loss": {"module": f"{file}:{loss}"}}
+
+
 def data_of(name, folder):
     _, _, items = MODELS[name]
     return {"module": f"{EXAMPLES / 'own_data.py'}:{items}"} if items else {"tokens": str(folder / "tokens")}
@@ -56,13 +61,12 @@ def data_of(name, folder):
 
 def recipe(name, folder, out="run", **changes):
     model, loss, _ = MODELS[name]
-    file = EXAMPLES / f"{name}_parallel.py"
     data = {"global_batch": 4, "micro_batch": 1} | data_of(name, folder)
     data |= {"sequence_length": 16} if "tokens" in data else {}
     raw = {
         "out": str(folder / out), "steps": 3, "seed": 3, "device": "cpu", "dtype": "float64",
-        "model": {"module": f"{file}:{model}"}, "loss": {"module": f"{file}:{loss}"}, "data": data,
-        "layout": {}, "optimizer": {"lr": 1e-2, "clip": 0.5}, "checkpoint": {"keep": 10},
+        **own(EXAMPLES / f"{name}_parallel.py", model, loss), "data": data, "layout": {},
+        "optimizer": {"lr": 1e-2, "clip": 0.5}, "checkpoint": {"keep": 10},
     }  # fmt: skip
     for key, value in changes.items():
         raw[key] = raw[key] | value if isinstance(value, dict) and key in raw else value
@@ -95,25 +99,26 @@ def drawn(name):
 def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_layout(
     name, pairs, tokens, tmp_path
 ):
-    folder = tokens if name == "latent" else tmp_path
-    held_out = {"evaluation": {"every": 3, "samples": 8} | data_of(name, folder)}
-    if "module" in held_out["evaluation"]:
-        held_out["evaluation"]["arguments"] = {"seed": 1}
-    whole = train(recipe(name, folder, f"{name}-whole", **held_out))
-    expected, weights = losses(folder / f"{name}-whole"), whole_tensors(folder / f"{name}-whole")
+    held_out = {"every": 3, "samples": 8} | data_of(name, tokens)
+    if "module" in held_out:
+        held_out["arguments"] = {"seed": 1}
+
+    def trained(out, **changes):
+        (*_, last) = train(recipe(name, tokens, tmp_path / out, **changes))
+        return last
+
+    whole = trained("whole", evaluation=held_out)
+    expected, weights = losses(tmp_path / "whole"), whole_tensors(tmp_path / "whole")
     assert expected[-1] != expected[0] and len(expected) == 3
-    for number, (first, second) in enumerate(drawn(name)[:pairs]):
-        out = f"{name}-{number}"
-        train(recipe(name, folder, out, layout=first, stop_after=1))
-        then = train(recipe(name, folder, out, layout=second, **held_out))
-        found = losses(folder / out)
-        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-10), (
-            first,
-            second,
-        )
-        for key, tensor in whole_tensors(folder / out).items():
-            assert torch.allclose(tensor, weights[key], rtol=0, atol=1e-10), (key, first, second)
-        assert then[-1].evaluation_loss == pytest.approx(whole[-1].evaluation_loss, abs=1e-10)
+    for number, pair in enumerate(drawn(name)[:pairs]):
+        out, close = str(number), {"rtol": 0, "atol": 1e-10}
+        trained(out, layout=pair[0], stop_after=1)
+        then = trained(out, layout=pair[1], evaluation=held_out)
+        found = losses(tmp_path / out)
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), **close), pair
+        for key, tensor in whole_tensors(tmp_path / out).items():
+            assert torch.allclose(tensor, weights[key], **close), (key, pair)
+        assert then.evaluation_loss == pytest.approx(whole.evaluation_loss, abs=1e-10)
 
 
 def test_its_checkpoint_is_cut_into_any_number_of_stages_verified_and_reported(tmp_path, monkeypatch):
@@ -143,10 +148,11 @@ def test_the_plain_model_and_the_parallel_one_are_one_in_at_most_40_lines(name):
     lines = [line for line in difflib.ndiff(*files) if line.startswith("+ ") and line[2:].strip()]
     assert len(lines) <= 40
     model, _, items = MODELS[name]
-    plain, ours = (
-        own_code(f"{EXAMPLES / f'{name}_{form}.py'}:{model}", "model.module").entry().double()
-        for form in ("plain", "parallel")
-    )
+
+    def entry(form, of):
+        return own_code(f"{EXAMPLES / f'{name}_{form}.py'}:{of}", "model.module").entry
+
+    plain, ours = (entry(form, model)().double() for form in ("plain", "parallel"))
     initialize(ours, 3)
     mine = dict(ours.named_parameters())
     renamed = {theirs(key): key for key in mine}
@@ -154,23 +160,25 @@ def test_the_plain_model_and_the_parallel_one_are_one_in_at_most_40_lines(name):
     plain.load_state_dict({key: value.detach() for key, value in rows.items()})
     if items is None:
         ids = torch.randint(97, (2, 9))
-        samples = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        samples = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}
     else:
         data = own_code(f"{EXAMPLES / 'own_data.py'}:{items}", "data.module").entry()
         samples = {key: torch.stack([data[0][key], data[1][key]]) for key in data[0]}
+    if "labels" in samples:  # padding, and what a chat set does not teach, is not counted
+        samples["labels"][1, 2:] = IGNORE
     taken = {key: value for key, value in samples.items() if key not in ("labels", "kind")}
     for form, made in (("plain", plain), ("parallel", ours)):
-        loss = own_code(f"{EXAMPLES / f'{name}_{form}.py'}:loss", "loss.module").entry
         given = {} if form == "plain" or name == "vit" else {"state": None}
-        loss(made(**taken), samples, **given)[0].backward()
+        total, count = entry(form, "loss")(made(**taken), samples, **given)
+        assert count == (samples["labels"] != IGNORE).sum() if "labels" in samples else count == 2
+        total.backward()
     for key, ours_key in renamed.items():
         expected, found = plain.get_parameter(key).grad, mine[ours_key].grad
         assert torch.allclose(found[: len(expected)], expected, rtol=1e-9, atol=1e-12), key
 
 
 def test_a_plain_class_trains_over_data_ranks(tmp_path):
-    file = EXAMPLES / "vit_plain.py"
-    changes = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 2}
+    changes = own(EXAMPLES / "vit_plain.py", "ViT") | {"steps": 2}
     train(recipe("vit", tmp_path, "one", **changes))
     train(recipe("vit", tmp_path, "two", layout={"data": 2, "zero": 3}, **changes))
     assert losses(tmp_path / "two") == [pytest.approx(step, abs=1e-10) for step in losses(tmp_path / "one")]
@@ -181,7 +189,7 @@ def with_factor(file, line):
     text = (EXAMPLES / "vit_plain.py").read_text()
     made = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
     file.write_text(made.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
-    return {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+    return own(file, "ViT") | {"steps": 1}
 
 
 def test_what_a_constructor_computes_is_there(tmp_path):
@@ -209,11 +217,8 @@ def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
     documents = [np.arange(n, n + 9) for n in range(40)]
     targets = [np.ones(9, dtype=np.uint8)] * len(documents) if chat else None
     write_token_file(tmp_path / "chat", documents, targets, vocab_size=97)
-    own = {
-        key: {"module": f"{tmp_path / 'placed.py'}:{name}"}
-        for key, name in (("model", "Placed"), ("loss", "loss"))
-    }
-    raw = recipe("latent", tmp_path, steps=1, data={"tokens": str(tmp_path / "chat")}, **own)
+    changes = own(tmp_path / "placed.py", "Placed") | {"steps": 1}
+    raw = recipe("latent", tmp_path, data={"tokens": str(tmp_path / "chat")}, **changes)
     if not chat:
         words = refusal_of(lambda: plan(parse_recipe(raw)))
         assert "expected a sample positions, which the model's forward takes" in words
@@ -223,42 +228,20 @@ def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
     assert math.isfinite(step.loss)
 
 
-def test_held_out_samples_have_the_dims_that_context_ranks_cut(tmp_path):
-    (tmp_path / "rows.py").write_text(
-        "import torch\n"
-        "def rows(*sizes):\n"
-        "    return [{name: torch.zeros(sizes, dtype=torch.int64) for name in ('input_ids', 'labels')}] * 8\n"
-        "def row(): return rows(16)\n"
-        "def number(): return rows()\n"
-    )
-    names = {
-        key: f"{tmp_path / 'rows.py'}:{name}" for key, name in (("data", "row"), ("evaluation", "number"))
-    }
-    raw = recipe("latent", tmp_path, layout={"context": 2}, evaluation={"module": names["evaluation"]})
-    raw["data"] = {"module": names["data"], "sequence_length": 16, "global_batch": 8}
-    words = refusal_of(lambda: check_run(parse_recipe(raw)))
-    assert re.search(r"evaluation: expected a dim of (input_ids|labels), which has 1, found 1", words)
-
-
 def losses_after_numbers(raw, count):
-    """Train in a process that has drawn so many random numbers before."""
-    before = torch.random.get_rng_state()
-    torch.manual_seed(count)
-    steps = run_recipe(raw)
-    torch.random.set_rng_state(before)
-    return [step.loss for step in steps]
+    """Train in a process that has drawn other random numbers before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(count)
+        return [step.loss for step in run_recipe(raw)]
 
 
 def test_what_a_constructor_draws_follows_the_seed(tmp_path):
     line = "self.register_buffer('factor', torch.rand(1) + 1, persistent=False)"
-    own = with_factor(tmp_path / "drawn.py", line)
-    first, second, third = (
-        run_parallel(
-            losses_after_numbers, 1, recipe("vit", tmp_path, f"drawn-{number}", **own, seed=seed), number
-        )[0]
-        for number, seed in enumerate((3, 3, 4))
-    )
-    assert first == second != third
+    changes, runs = with_factor(tmp_path / "drawn.py", line), []
+    for number, seed in enumerate((3, 3, 4)):
+        raw = recipe("vit", tmp_path, f"drawn-{number}", **changes, seed=seed)
+        runs += run_parallel(losses_after_numbers, 1, raw, number)
+    assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +249,7 @@ def test_what_a_constructor_draws_follows_the_seed(tmp_path):
 )
 def test_it_is_planned_before_it_starts(layout, tmp_path):
     checked = parse_recipe(recipe("t5", tmp_path, dtype="float32", layout=layout))
+    check_memory(checked, plan(checked))  # as the command does, before it starts ranks
     planned = dry_run(checked)
     assert planned.parameters == 15912 and planned.rank.memory.total > 12 * planned.rank.stored
     sent = {traffic.axis: traffic for traffic in planned.rank.traffic}
@@ -274,39 +258,90 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
         assert sent["pipeline"].bytes == 4 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
 
 
-WIDENING = """
-import torch
+OWN = """
+import torch, trilith.layers
 from torch import nn
-from trilith.layers import Stage
+from trilith.training import FunctionLoss, Loss, Sums
+class Net(nn.Module):
+    def __init__(self, dim, *, state=None):
+        super().__init__()
+        if dim > 9: raise RuntimeError("too wide")
+        self.net = nn.Linear(dim, dim)
+    def forward(self, *, x): return self.net(x)
+class Piece(Net):
+    def forward(self, *, x):
+        if x.shape[1] != 2: raise RuntimeError("no half of the row")
+        return self.net(x)
+class Leaves(Net):
+    def forward(self, *, x): raise SystemExit(3)
+class First(Net):
+    first_input = "y"
+    def forward(self, h, x): return self.net(h)
+class Rows:
+    def __init__(self, kind="good"): self.kind = kind
+    def __len__(self): return 0 if self.kind == "empty" else 4
+    def __getitem__(self, number):
+        if self.kind == "breaks": raise KeyError("nothing there")
+        if self.kind == "list": return [1]
+        if self.kind == "array": return {"x": [1.0]}
+        if self.kind == "uneven": return {"x": torch.zeros(2 + number)}
+        return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
+def total(output, samples): return output.sum(), output.numel()
+cut = FunctionLoss(total, sequence={"x": 1})
+behind = FunctionLoss(total, sequence={"x": -2})
+deep = FunctionLoss(total, sequence={"x": 3})
+word = FunctionLoss(total, sequence={"x": "1"})
+def weighted(output, samples, weight): return weight * output.sum(), output.numel()
+def alone(output): return output.sum(), output.numel()
+short = FunctionLoss(alone)
+class NoLoss: pass
+number = 3
+class Cut(Net):
+    def __init__(self, dim, *, state=None):
+        super().__init__(dim)
+        self.up = trilith.layers.ColumnParallelLinear(dim, dim, state=state)
+class Stateless(Net):
+    def __init__(self, dim): super().__init__(dim)
 class Widening(nn.Module):
     hidden_dims = (4, 6, 8, 4)
     def __init__(self, *, split=None, state=None):
         super().__init__()
-        self.stage = Stage.of(3, split=split, state=state)
+        self.stage = trilith.layers.Stage.of(3, split=split, state=state)
         widths = [self.hidden_dims[block : block + 2] for block in self.stage.blocks]
         self.blocks = nn.Sequential(*(nn.Linear(*width) for width in widths))
     def forward(self, hidden=None, *, x):
         return self.blocks(x if self.stage.first else hidden)
-class Rows:
-    def __len__(self): return 4
-    def __getitem__(self, number): return {"x": torch.zeros(4)}
-def total(output, samples): return output.sum(), output.numel()
+def tokens(*sizes):
+    return [{name: torch.zeros(sizes, dtype=torch.int64) for name in ("input_ids", "labels")}] * 8
+def row(): return tokens(16)
+def token(): return tokens()
+class Counting(Loss):
+    def __call__(self, output, samples, scales):
+        return Sums({"loss": output.double().square().sum() * scales["loss"]})
+    def count(self, samples):
+        return {"loss": len(next(iter(samples.values())))}
+    def count_labels(self, labels):
+        return {"loss": labels}
 """
+
+
+def own_recipe(folder, **changes):
+    (folder / "own.py").write_text(OWN)
+    return {
+        "out": str(folder / "run"), "steps": 1, "device": "cpu", **own(folder / "own.py", "Net", "total"),
+        "data": {"module": f"{folder / 'own.py'}:Rows", "global_batch": 4}, **changes,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("split", "width"), [([1, 2], 6), ([2, 1], 8)])
 def test_what_stages_send_is_planned_for_the_split_of_the_recipe(split, width, tmp_path):
     """Each block is wider than the one before it."""
-    (file := tmp_path / "widening.py").write_text(WIDENING)
-    raw = {
-        "out": str(tmp_path / "run"), "steps": 1, "device": "cpu", "model": {"module": f"{file}:Widening"},
-        "loss": {"module": f"{file}:total"}, "data": {"module": f"{file}:Rows", "global_batch": 4},
-        "layout": {"pipeline": 2, "split": split},
-    }  # fmt: skip
+    raw = own_recipe(tmp_path, layout={"pipeline": 2, "split": split})
+    raw["model"] = {"module": f"{tmp_path / 'own.py'}:Widening"}
     checked = parse_recipe(raw)
-    assert work_of(checked, plan(checked)).sent[0] == 4 * width
+    assert work_of(checked, plan(checked)).sent[0] == 4 * 4 * width
     evaluator = Evaluator(request_of("widening", raw, machine_named("h100-80gb"), 2))
-    assert evaluator.work(Choice(checked.layout)).sent[0] == 4 * width
+    assert evaluator.work(Choice(checked.layout)).sent[0] == 4 * 4 * width
 
 
 def test_frozen_groups_and_float8_are_planned(tmp_path):
@@ -335,22 +370,12 @@ def test_a_weight_of_two_modules_stays_one_in_memory():
     assert second.weight is first.weight and not first.weight.is_meta
 
 
-def test_the_memory_of_stages_that_a_class_cuts_is_checked(tmp_path):
-    """By the command, before it starts their ranks."""
-    checked = parse_recipe(recipe("vit", tmp_path, layout={"pipeline": 2}))
-    check_memory(checked, plan(checked))
+OF_STAGES = ("1f1b", "zbv", "interleaved", "interleaved-zero-bubble")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "most"),
-    [
-        (ZERO_3, 1.05),
-        *(
-            ({"pipeline": 2, "schedule": name}, 1.125)
-            for name in ("1f1b", "zbv", "interleaved", "interleaved-zero-bubble")
-        ),
-    ],
+    ("layout", "most"), [(ZERO_3, 1.05), *(({"pipeline": 2, "schedule": name}, 1.125) for name in OF_STAGES)]
 )
 def test_its_memory_is_that_of_a_simulated_step(layout, most, tokens):
     """Of several stages a rank the plan is up to an eighth above: each is counted in one piece."""
@@ -395,44 +420,9 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
         assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
 
 
-@pytest.mark.parametrize("name", ["latent", "t5"])
-@pytest.mark.parametrize("form", ["plain", "parallel"])
-def test_a_token_without_a_label_is_not_counted(name, form):
-    """Padding and what a chat set does not teach."""
-    loss = own_code(f"{EXAMPLES / f'{name}_{form}.py'}:loss", "loss.module").entry
-    labels = torch.randint(31, (2, 6))
-    labels[1, 2:] = IGNORE
-    given = {} if form == "plain" else {"state": None}
-    total, count = loss(torch.zeros(2, 6, 97 if name == "latent" else 31), {"labels": labels}, **given)
-    assert count == 8 and float(total) == pytest.approx(8 * math.log(97 if name == "latent" else 31))
-
-
-def test_held_out_rows_are_whole_micro_batches(tokens, tmp_path):
-    """A loss of one's own would count the rows that fill up the last one."""
-    held_out = {"tokens": str(tokens / "tokens"), "samples": 5}
-    for layout, micro_batch in (({}, 4), ({"data": 2}, 1)):
-        raw = recipe("latent", tokens, layout=layout, data={"micro_batch": micro_batch}, evaluation=held_out)
-        words = refusal_of(lambda raw=raw: check_run(parse_recipe(raw)))
-        assert "evaluation.samples: expected a multiple of data x micro_batch" in words
-    raw["evaluation"]["samples"] = 4
-    assert check_run(parse_recipe(raw)).held_out.samples == 4
-
-
-COUNTING = """
-from trilith.training import Loss, Sums
-class Counting(Loss):
-    def __call__(self, output, samples, scales):
-        return Sums({"loss": output.double().square().sum() * scales["loss"]})
-    def count(self, samples):
-        return {"loss": len(next(iter(samples.values())))}
-    def count_labels(self, labels):
-        return {"loss": labels}
-"""
-
-
 @pytest.mark.parametrize("name", ["latent", "vit"])
 def test_a_loss_that_counts_labels_is_evaluated(name, tokens, tmp_path):
-    (file := tmp_path / "counting.py").write_text(COUNTING)
+    (file := tmp_path / "own.py").write_text(OWN)
     held_out = data_of(name, tokens) | {"samples": 8}
     changes = {"loss": {"module": f"{file}:Counting"}, "evaluation": held_out}
     (step,) = train(recipe(name, tokens, f"counted-{name}", steps=1, **changes))
@@ -483,16 +473,16 @@ def test_a_run_does_not_go_on_with_another_model(tokens, tmp_path):
     """Of one shape: with other arguments it is refused, with changed code said."""
     file = tmp_path / "latent.py"
     file.write_text((EXAMPLES / "latent_parallel.py").read_text())
-    own = {"model": {"module": f"{file}:Decoder"}, "loss": {"module": f"{file}:cut_loss"}}
-    train(recipe("latent", tokens, "another", steps=2, stop_after=1, **own))
-    arguments = {"model": own["model"] | {"arguments": {"heads": 2}}}
+    another = partial(recipe, "latent", tokens, "another", **own(file, "Decoder", "cut_loss"))
+    train(another(steps=2, stop_after=1))
+    arguments = {"module": f"{file}:Decoder", "arguments": {"heads": 2}}
     with pytest.raises(RankError, match=r'recipe: model\.arguments: expected {}, .* found {"heads": 2}'):
-        train(recipe("latent", tokens, "another", steps=2, **own | arguments))
+        train(another(steps=2) | {"model": arguments})
     file.write_text(file.read_text().replace("x + self.mix(", "x - self.mix("))
-    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=2, **own))[0]
+    _, lines = run_parallel(run_and_listen, 1, another(steps=2))[0]
     for key, name in (("model.module", "Decoder"), ("loss.module", "cut_loss")):
         assert f"{key}: {name} of a file with SHA-256 {own_code(f'{file}:{name}', key).digest}" in lines
-    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=3, **own))[0]
+    _, lines = run_parallel(run_and_listen, 1, another(steps=3))[0]
     assert "SHA-256" not in lines
 
 
@@ -516,51 +506,6 @@ def test_ranks_with_different_copies_of_a_file_are_refused(key, tmp_path):
         run_parallel(train_own_copy, 2, folders, raw)
 
 
-OWN = """
-import torch, trilith.layers
-from torch import nn
-from trilith.training import FunctionLoss
-class Net(nn.Module):
-    def __init__(self, dim, *, state=None):
-        super().__init__()
-        if dim > 9: raise RuntimeError("too wide")
-        self.net = nn.Linear(dim, dim)
-    def forward(self, *, x): return self.net(x)
-class Piece(Net):
-    def forward(self, *, x):
-        if x.shape[1] != 2: raise RuntimeError("no half of the row")
-        return self.net(x)
-class Leaves(Net):
-    def forward(self, *, x): raise SystemExit(3)
-class First(Net):
-    first_input = "y"
-    def forward(self, h, x): return self.net(h)
-class Rows:
-    def __init__(self, kind="good"): self.kind = kind
-    def __len__(self): return 0 if self.kind == "empty" else 4
-    def __getitem__(self, number):
-        if self.kind == "breaks": raise KeyError("nothing there")
-        if self.kind == "list": return [1]
-        if self.kind == "array": return {"x": [1.0]}
-        if self.kind == "uneven": return {"x": torch.zeros(2 + number)}
-        return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
-def total(output, samples): return output.sum(), output.numel()
-cut = FunctionLoss(total, sequence={"x": 1})
-behind = FunctionLoss(total, sequence={"x": -2})
-deep = FunctionLoss(total, sequence={"x": 3})
-word = FunctionLoss(total, sequence={"x": "1"})
-def weighted(output, samples, weight): return weight * output.sum(), output.numel()
-def alone(output): return output.sum(), output.numel()
-short = FunctionLoss(alone)
-class NoLoss: pass
-number = 3
-class Cut(Net):
-    def __init__(self, dim, *, state=None):
-        super().__init__(dim)
-        self.up = trilith.layers.ColumnParallelLinear(dim, dim, state=state)
-"""
-
-
 #: Keys that mean nothing beside ``model.module``.
 BESIDE = {
     "config": ("absent", "config.json"),
@@ -570,8 +515,10 @@ BESIDE = {
 }
 CUT = ("layout.context=2", "data.sequence_length=4")
 NO_LOSS = r"loss.module: expected a function of \(output, samples\), found alone\(output\)"
-NO_SAMPLE = "data: expected a sample x, which the model's forward takes, found y"
-APART = "layout.context: expected 1: the model sends nothing between context ranks"
+APART = "layout.context: expected 1: {} sends nothing between context ranks, found 2"
+TAKEN = "{}: expected a sample {}, which the model's forward takes, found {}"
+MULTIPLE = "evaluation.samples: expected a multiple of data x micro_batch = 2"
+HELD_OUT = ("evaluation.module=FILE:Rows", "evaluation.samples=3")
 #: What is refused, in which words, and how the recipe is changed; a key without a value is left out.
 ROWS = {
     "no such file": ("module: expected a Python file, found no file .*none.py", "model.module=none.py:A"),
@@ -580,72 +527,54 @@ ROWS = {
     "no module": ("expected a subclass of torch.nn.Module, found Rows", "model.module=FILE:Rows"),
     "an argument that it lacks": (
         r"model.arguments: expected the keywords of Net\(dim, \*, state=None\), found dmi. Nearest: dim",
-        "model.arguments={dmi = 3}",
-    ),
+        "model.arguments={dmi = 3}"),
     "arguments that it refuses": (
         r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
-        "model.arguments.dim=10",
-    ),
-    "arguments alone": (
-        "model.arguments: expected model.module, a model of your own, beside it",
-        *("model.module", "model.size=smollm2-135m"),
-    ),
-    "a loss that is none": (
-        "expected a Loss, a class of it, or a function .* found NoLoss",
-        "loss.module=FILE:NoLoss",
-    ),
+        "model.arguments.dim=10"),
+    "arguments alone": ("model.arguments: expected model.module, a model of your own, beside it",
+                        "model.module", "model.size=smollm2-135m"),
+    "a loss that is none": ("expected a Loss, a class of it, or a function .* found NoLoss",
+                            "loss.module=FILE:NoLoss"),
     "a number as loss": ("loss.module: expected a Loss.* found int", "loss.module=FILE:number"),
     "an argument that a loss lacks": (
-        r"loss.arguments: expected the keywords of total\(output, samples\), found x",
-        "loss.arguments.x=1",
-    ),
-    "arguments of an object": (
-        "loss.arguments: expected none for an object, found x",
-        *("loss.module=FILE:cut", "loss.arguments.x=1"),
-    ),
-    "no data": (
-        "data.tokens: expected a token file, or data sets of your own in module, found neither",
-        "data.module",
-    ),
+        r"loss.arguments: expected the keywords of total\(output, samples\), found x", "loss.arguments.x=1"),
+    "arguments of an object": ("loss.arguments: expected none for an object, found x",
+                               "loss.module=FILE:cut", "loss.arguments.x=1"),
+    "no data": ("data.tokens: expected a token file, or data sets of your own in module, found neither",
+                "data.module"),
     "both data": ("data.module: expected none beside tokens", "data.tokens=tokens", "data.sequence_length=4"),
     "an empty set": ("a data set with at least one item, found none", "data.arguments.kind=empty"),
-    "a set that breaks": (
-        "0: expected an item, found KeyError: 'nothing there'",
-        "data.arguments.kind=breaks",
-    ),
-    "an item that is no dict": (
-        "item 0: expected a dict of tensors by name, found list",
-        "data.arguments.kind=list",
-    ),
+    "a set that breaks": ("0: expected an item, found KeyError: 'nothing there'",
+                          "data.arguments.kind=breaks"),
+    "an item that is no dict": ("item 0: expected a dict of tensors by name, found list",
+                                "data.arguments.kind=list"),
     "an item of a list": ("found 'x': list. torch.as_tensor", "data.arguments.kind=array"),
     "items of two lengths": (
         r"item \d: expected x: float32 \[2\], as in the first item, found float32 \[\d\]. Pad",
-        "data.arguments.kind=uneven",
-    ),
-    "a sample that is missing": (NO_SAMPLE, "data.arguments.kind=other"),
-    "a first input that is missing": (
-        "data: expected a sample y, which the model's forward takes, found x",
-        "model.module=FILE:First",
-    ),
-    "held-out items without a sample": (
-        "evaluation: expected a sample x, which the model's forward takes, found y",
-        *("evaluation.module=FILE:Rows", "evaluation.arguments.kind=other", "evaluation.samples=4"),
-    ),
+        "data.arguments.kind=uneven"),
+    "a sample that is missing": (TAKEN.format("data", "x", "y"), "data.arguments.kind=other"),
+    "a first input that is missing": (TAKEN.format("data", "y", "x"), "model.module=FILE:First"),
+    "held-out items without a sample": (TAKEN.format("evaluation", "x", "y"),
+                                        *HELD_OUT, "evaluation.arguments.kind=other"),
+    "held-out samples without the dim that context ranks cut": (
+        "evaluation: expected a dim of (input_ids|labels), which has 1, found 1",
+        "model.module=EXAMPLES/latent_parallel.py:Decoder", "model.arguments",
+        "loss.module=EXAMPLES/latent_parallel.py:cut_loss", "data.module=FILE:row", "layout.context=2",
+        "data.sequence_length=16", "evaluation.module=FILE:token", "evaluation.samples=4"),
+    # A loss of one's own would count the rows that fill up the last one.
+    "held-out rows that are no whole micro-batches": (MULTIPLE, *HELD_OUT, "data.micro_batch=2"),
+    "held-out rows that are none for each data rank": (
+        MULTIPLE, *HELD_OUT, "data.micro_batch=1", "layout.data=2"),
     "a loss without its argument": (
         r"expected the keywords of weighted\(output, samples, weight\), found missing .*'weight'",
-        "loss.module=FILE:weighted",
-    ),
+        "loss.module=FILE:weighted"),
     "an argument in the output's place": (
         r"expected the keywords of weighted.* found multiple values for argument 'output'",
-        *("loss.module=FILE:weighted", "loss.arguments={output = 1, weight = 2}"),
-    ),
+        "loss.module=FILE:weighted", "loss.arguments={output = 1, weight = 2}"),
     "a loss of the output alone": (NO_LOSS, "loss.module=FILE:alone"),
     "the function of an object": (NO_LOSS, "loss.module=FILE:short"),
-    "a dim that the sample lacks": (
-        "expected a dim of x, which has 3, found 3",
-        *CUT,
-        "loss.module=FILE:deep",
-    ),
+    "a dim that the sample lacks": ("expected a dim of x, which has 3, found 3", *CUT,
+                                    "loss.module=FILE:deep"),
     "a dim that is no number": ("expected a dim of x, which has 3, found '1'", *CUT, "loss.module=FILE:word"),
     "a list of arguments": ("data.arguments: expected a table, or a list of 1", "data.arguments=[{}, {}]"),
     "shares": ("data.weights: expected 1 number,", "data.weights=[1.0, 2.0]"),
@@ -653,68 +582,47 @@ ROWS = {
     "a split": ("layout.split: expected absent for a class without the keyword split", "layout.split=[1]"),
     "a cut that is not even": (
         r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:42\)$",
-        *("model.module=FILE:Cut", "layout.tensor=3"),
-    ),
+        "model.module=FILE:Cut", "layout.tensor=3"),
+    "tensor ranks that a class does not know": (
+        "layout.tensor: expected 1 for a class without the keyword state, found 2",
+        "model.module=FILE:Stateless", "layout.tensor=2"),
     "context without a sequence": ("context: expected 1 for a loss that names no sequence", *CUT),
-    "context where nothing is exchanged": (APART, *CUT, "loss.module=FILE:cut"),
-    "a dim that counts from the last one": (
-        APART,
-        *(*CUT, "model.module=FILE:Piece", "loss.module=FILE:behind"),
-    ),
+    "context where nothing is exchanged": (APART.format("the model"), *CUT, "loss.module=FILE:cut"),
+    "context where a block exchanges nothing": (
+        APART.format(r"blocks\.0"), *CUT, "loss.module=FILE:cut", "model.module=FILE:Widening",
+        "model.arguments"),
+    "a dim that counts from the last one": (APART.format("the model"), *CUT, "model.module=FILE:Piece",
+                                            "loss.module=FILE:behind"),
     "a forward that ends the process": (
         "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3",
-        *(*CUT, "model.module=FILE:Leaves", "loss.module=FILE:cut"),
-    ),
-    "another length": (
-        "data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
-        *("layout.context=2", "data.sequence_length=8", "loss.module=FILE:cut"),
-    ),
+        *CUT, "model.module=FILE:Leaves", "loss.module=FILE:cut"),
+    "another length": ("data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
+                       "layout.context=2", "data.sequence_length=8", "loss.module=FILE:cut"),
     "smoothing": ("smoothing: expected 0: a module's loss is its own", "optimizer.label_smoothing=0.1"),
-    **{
-        f"{key} beside": (f"model.{key}: expected {want} beside model.module", f"model.{key}={text}")
-        for key, (want, text) in BESIDE.items()
-    },
-}
+    **{f"{key} beside": (f"model.{key}: expected {want} beside model.module", f"model.{key}={text}")
+       for key, (want, text) in BESIDE.items()},
+}  # fmt: skip
 
 
 def check_own(words, folder):
-    file = f"{folder}/own.py"
-    raw = {
-        "out": str(folder / "run"), "steps": 1, "device": "cpu",
-        "model": {"module": f"{file}:Net", "arguments": {"dim": 4}}, "loss": {"module": f"{file}:total"},
-        "data": {"module": f"{file}:Rows", "global_batch": 4},
-    }  # fmt: skip
+    raw = own_recipe(folder)
+    raw["model"]["arguments"] = {"dim": 4}
     for section, key in (word.split(".") for word in words if "=" not in word):
         del raw[section][key]
-    changed(raw, [word.replace("FILE", file) for word in words if "=" in word])
+    places = {"FILE": f"{folder}/own.py", "EXAMPLES": str(EXAMPLES)}
+    changed(
+        raw, [re.sub("FILE|EXAMPLES", lambda name: places[name[0]], word) for word in words if "=" in word]
+    )
     checked = check_run(parse_recipe(raw))
     assert checked.own is not None
     checked.own.items.rows(0, range(4))
 
 
 test_what_a_recipe_of_ones_own_cannot_say = refusals(
-    Refused(why, partial(check_own, words), says, given=lambda folder: (folder / "own.py").write_text(OWN))
-    for why, (says, *words) in ROWS.items()
+    Refused(why, partial(check_own, words), says, given=own_recipe) for why, (says, *words) in ROWS.items()
 )
 
 
 def test_each_key_of_the_model_is_used_beside_a_module_or_refused():
     used = {"module", "arguments", "init_from", "tokenizer"}
     assert BESIDE.keys() == ModelSection.model_fields.keys() - used
-
-
-def test_ranks_that_a_class_does_not_know_are_refused(tmp_path):
-    """Attention to all patches, tables of distances, and a plain class."""
-    plain = {"model": {"module": f"{EXAMPLES / 'vit_plain.py'}:ViT"}, "layout": {"tensor": 2}}
-    words = refusal_of(lambda: plan(parse_recipe(recipe("vit", tmp_path, **plain))))
-    assert "layout.tensor: expected 1 for a class without the keyword state, found 2" in words
-    file = tmp_path / "cut.py"
-    file.write_text(
-        "import t5_parallel\nfrom trilith.training import FunctionLoss\n"
-        "cut = FunctionLoss(t5_parallel.loss, sequence={'source': 1, 'tokens': 1, 'labels': 1})\n"
-    )
-    sys.path.append(str(EXAMPLES))
-    length = {"sequence_length": 8, "arguments": {"length": 8}}
-    raw = recipe("t5", tmp_path, layout={"context": 2}, loss={"module": f"{file}:cut"}, data=length)
-    words = refusal_of(lambda: plan(parse_recipe(raw)))
-    assert "layout.context: expected 1: distances.0 sends nothing between context ranks, found 2" in words
