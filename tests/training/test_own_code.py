@@ -64,16 +64,6 @@ def test_a_file_runs_once_and_again_when_its_bytes_have_changed(tmp_path, import
     assert second.entry == ["second"] and second.digest != first.digest
 
 
-ENDS = "from argparse import ArgumentParser\nimport sys\n"
-
-
-def ended(why, says, body, ask):
-    def call(folder):
-        ask(f"{folder}/ends.py")
-
-    return Refused(why, call, says, given=lambda folder: write(folder, "ends.py", ENDS + body))
-
-
 def make(file):
     call_own(own_code(f"{file}:Data", "data.module"), {}, "data.arguments", within="data.module")
 
@@ -82,31 +72,22 @@ def items(file):
     ItemBatches([(own_code(f"{file}:Data", "data.module").entry(), "")], None, 1, 1, 0)
 
 
-LENGTH = "class Data:\n    def __len__(self): return 4\n"
+def ended(why, says, ask, body):
+    def given(folder):
+        write(folder, "ends.py", f"from argparse import ArgumentParser\nimport sys\n{body}")
+
+    return Refused(why, lambda folder: ask(folder / "ends.py"), says, given=given)
+
+
+ITEM = "class Data:\n    def __len__(self): return 4\n    def __getitem__(self, number): "
+FOUND = "item 0: expected an item, found "
 test_a_file_that_ends_the_process_is_refused = refusals(
-    ended("at once", r"data.module: expected a file .* SystemExit: 3 \(.*ends.py:3\)", "sys.exit(3)\n", make),
-    ended(
-        "by a parser",
-        r"SystemExit: 2 \(.*ends.py:3\)",
-        "ArgumentParser().parse_args(['--no-such'])\n",
-        make,
-    ),
-    ended(
-        "in a constructor",
-        r"one that can be made with .* SystemExit: no data \(.*ends.py:4\)",
-        "class Data:\n    def __init__(self): sys.exit('no data')\n",
-        make,
-    ),
-    ended(
-        "in an item",
-        r"item 0: expected an item, found SystemExit: 4 \(.*ends.py:5\)",
-        f"{LENGTH}    def __getitem__(self, number): sys.exit(4)\n",
-        items,
-    ),
-    ended(
-        "with an error in an item, whose place is shown",
-        r"item 0: expected an item, found KeyError: 0 \(.*ends.py:5\)",
-        f"{LENGTH}    def __getitem__(self, number): return {{}}[number]\n",
-        items,
-    ),
-)
+    ended("at once", r"data.module: expected a file .* SystemExit: 3 \(.*ends.py:3\)", make, "sys.exit(3)\n"),
+    ended("by a parser", r"SystemExit: 2 \(.*ends.py:3\)", make,
+          "ArgumentParser().parse_args(['--no-such'])\n"),
+    ended("in a constructor", r"one that can be made with .* SystemExit: no data \(.*ends.py:4\)", make,
+          "class Data:\n    def __init__(self): sys.exit('no data')\n"),
+    ended("in an item", FOUND + r"SystemExit: 4 \(.*ends.py:5\)", items, f"{ITEM}sys.exit(4)\n"),
+    ended("with an error in an item, whose place is shown", FOUND + r"KeyError: 0 \(.*ends.py:5\)", items,
+          f"{ITEM}return {{}}[number]\n"),
+)  # fmt: skip
