@@ -17,22 +17,9 @@ from trilith.testing import LiveBytes, collectives_of, run_parallel
 from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout.of(tensor=2, data=4, zero=3)],
-    ids=str,
-)
-def test_the_example_has_a_dry_run_in_any_layout(layout):
-    plan, alone = CUSTOM.dry_run(layout), CUSTOM.dry_run(Layout())
-    state = ParallelState.stand_in(layout)
-    with torch.device("meta"):
-        held = rank_parameters(CUSTOM.Transcriber(state=state), state).every
-    assert plan.moments == 2 * 4 * held.trained_stored
-    assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
-
-
-def test_the_example_sends_what_its_layers_send():
+def test_the_example_is_planned_and_sends_what_its_layers_send():
     """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
+    assert 0 < CUSTOM.dry_run(Layout.of(tensor=2, data=4, zero=3)).total < CUSTOM.dry_run(Layout()).total
     state = ParallelState.stand_in(Layout(tensor=2))
     with torch.device("meta"):
         model = CUSTOM.Transcriber(state=state)

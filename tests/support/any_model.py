@@ -259,24 +259,14 @@ def without_warnings() -> Iterator[None]:
 
 
 @without_warnings()
-def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Observation]:
-    """Train in each of these layouts of as many ranks; an error names its axis, and ends all of the ranks."""
-    seen: dict[str, Observation] = {}
-    for axis, layout in layouts.items():
-        state = ParallelState.start(layout)
-        try:
-            with InFp64():
-                seen[axis] = observed(*stepped(raw, state), state)
-        except Exception as error:
-            raise AxisError(axis, words(error)) from error
-    return seen
-
-
-class AxisError(Exception):
-    """Say in which layout a rank failed, and how."""
-
-    def __str__(self) -> str:
-        return str(self.args[1])
+def train_in(layout: Layout, raw: Mapping[str, Any]) -> Observation:
+    """Train on this rank of a layout; an error says in one line how it began."""
+    state = ParallelState.start(layout)
+    try:
+        with InFp64():
+            return observed(*stepped(raw, state), state)
+    except Exception as error:
+        raise RuntimeError(words(error)) from error
 
 
 def words(error: BaseException) -> str:
@@ -446,27 +436,17 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     gradients = max(row.proved["gradients"], row.proved.get("zoo", 0.0))
     if row.proved["transformers"] > NEAR or gradients > 1e-4:
         row.refused["all"] = f"not transformers' own: {row.proved}"
-    made, left = family(kind), dict(axes) if "all" not in row.refused else {}
-    for axis, layout in axes.items():
+    made = family(kind)
+    for axis, layout in axes.items() if "all" not in row.refused else ():
         try:
             made.check_layout(made.from_hf(raw), layout)
+            ranks = run_parallel(train_in, layout.world, layout, raw, timeout=50)
         except BadInput as error:
             row.refused[axis] = error.todo or str(error)
-            left.pop(axis, None)
-    while left:
-        world = min(layout.world for layout in left.values())
-        layouts = {axis: layout for axis, layout in left.items() if layout.world == world}
-        try:
-            ranks = run_parallel(train_all, world, raw, layouts, timeout=50)
         except RankError as error:
-            # One that raised names its axis; of ranks that wait for each other the first axis is to blame.
-            failed, *_ = error.cause.args if isinstance(error.cause, AxisError) else layouts
-            row.refused[failed] = str(error.cause or error).partition("\n")[0]
-            del left[failed]
-            continue
-        for axis in layouts:
-            judge(row, axis, alone, [rank[axis] for rank in ranks])
-            del left[axis]
+            row.refused[axis] = str(error.cause or error).partition("\n")[0]
+        else:
+            judge(row, axis, alone, ranks)
     return row
 
 

@@ -177,13 +177,6 @@ def test_the_plain_model_and_the_parallel_one_are_one_in_at_most_40_lines(name):
         assert torch.allclose(found[: len(expected)], expected, rtol=1e-9, atol=1e-12), key
 
 
-def test_a_plain_class_trains_over_data_ranks(tmp_path):
-    changes = own(EXAMPLES / "vit_plain.py", "ViT") | {"steps": 2}
-    train(recipe("vit", tmp_path, "one", **changes))
-    train(recipe("vit", tmp_path, "two", layout={"data": 2, "zero": 3}, **changes))
-    assert losses(tmp_path / "two") == [pytest.approx(step, abs=1e-10) for step in losses(tmp_path / "one")]
-
-
 def with_factor(file, line):
     """Return changes of a recipe: a class whose constructor makes, in this line, a factor of its output."""
     text = (EXAMPLES / "vit_plain.py").read_text()
@@ -192,12 +185,14 @@ def with_factor(file, line):
     return own(file, "ViT") | {"steps": 1}
 
 
-def test_what_a_constructor_computes_is_there(tmp_path):
+def test_a_plain_class_trains_over_data_ranks_with_what_its_constructor_computes(tmp_path):
     """A model is made without memory where that loses nothing: a buffer would be lost."""
     kept = "self.register_buffer('factor', torch.full((1,), 3.0), persistent=False)"
-    for name, line in (("buffer", kept), ("number", "self.factor = 3.0")):
-        train(recipe("vit", tmp_path, name, **with_factor(tmp_path / f"{name}.py", line)))
-    assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
+    for name, line, layout in (("number", "self.factor = 3.0", {}), ("buffer", kept, ZERO_3)):
+        changes = with_factor(tmp_path / f"{name}.py", line) | {"steps": 2, "layout": layout}
+        train(recipe("vit", tmp_path, name, **changes))
+    one, two = (losses(tmp_path / name) for name in ("number", "buffer"))
+    assert two == [pytest.approx(step, abs=1e-10) for step in one]
 
 
 PLACED = """
@@ -518,13 +513,14 @@ NO_LOSS = r"loss.module: expected a function of \(output, samples\), found alone
 APART = "layout.context: expected 1: {} sends nothing between context ranks, found 2"
 TAKEN = "{}: expected a sample {}, which the model's forward takes, found {}"
 MULTIPLE = "evaluation.samples: expected a multiple of data x micro_batch = 2"
-HELD_OUT = ("evaluation.module=FILE:Rows", "evaluation.samples=3")
-#: What is refused, in which words, and how the recipe is changed; a key without a value is left out.
+HELD_OUT = ("evaluation=Rows", "evaluation.samples=3")
+#: What is refused, in which words, and how the recipe is changed. A key without a value goes; ``loss=x``
+#: is x of the file, and ``kind=x`` an argument of its data set.
 ROWS = {
     "no such file": ("module: expected a Python file, found no file .*none.py", "model.module=none.py:A"),
-    "no such class": ("expected a name in own.py, found Nett. Nearest: Net", "model.module=FILE:Nett"),
+    "no such class": ("expected a name in own.py, found Nett. Nearest: Net", "model=Nett"),
     "no name": (r"model.module: .*file.py:Name, such as", "model.module=own.py"),
-    "no module": ("expected a subclass of torch.nn.Module, found Rows", "model.module=FILE:Rows"),
+    "no module": ("expected a subclass of torch.nn.Module, found Rows", "model=Rows"),
     "an argument that it lacks": (
         r"model.arguments: expected the keywords of Net\(dim, \*, state=None\), found dmi. Nearest: dim",
         "model.arguments={dmi = 3}"),
@@ -532,72 +528,66 @@ ROWS = {
         r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
         "model.arguments.dim=10"),
     "arguments alone": ("model.arguments: expected model.module, a model of your own, beside it",
-                        "model.module", "model.size=smollm2-135m"),
-    "a loss that is none": ("expected a Loss, a class of it, or a function .* found NoLoss",
-                            "loss.module=FILE:NoLoss"),
-    "a number as loss": ("loss.module: expected a Loss.* found int", "loss.module=FILE:number"),
+        "model.module", "model.size=smollm2-135m"),
+    "a loss that is none": ("expected a Loss, a class of it, or a function .* found NoLoss", "loss=NoLoss"),
+    "a number as loss": ("loss.module: expected a Loss.* found int", "loss=number"),
     "an argument that a loss lacks": (
         r"loss.arguments: expected the keywords of total\(output, samples\), found x", "loss.arguments.x=1"),
     "arguments of an object": ("loss.arguments: expected none for an object, found x",
-                               "loss.module=FILE:cut", "loss.arguments.x=1"),
+        "loss=cut", "loss.arguments.x=1"),
     "no data": ("data.tokens: expected a token file, or data sets of your own in module, found neither",
-                "data.module"),
+        "data.module"),
     "both data": ("data.module: expected none beside tokens", "data.tokens=tokens", "data.sequence_length=4"),
-    "an empty set": ("a data set with at least one item, found none", "data.arguments.kind=empty"),
-    "a set that breaks": ("0: expected an item, found KeyError: 'nothing there'",
-                          "data.arguments.kind=breaks"),
-    "an item that is no dict": ("item 0: expected a dict of tensors by name, found list",
-                                "data.arguments.kind=list"),
-    "an item of a list": ("found 'x': list. torch.as_tensor", "data.arguments.kind=array"),
+    "an empty set": ("a data set with at least one item, found none", "kind=empty"),
+    "a set that breaks": ("0: expected an item, found KeyError: 'nothing there'", "kind=breaks"),
+    "an item that is no dict": ("item 0: expected a dict of tensors by name, found list", "kind=list"),
+    "an item of a list": ("found 'x': list. torch.as_tensor", "kind=array"),
     "items of two lengths": (
         r"item \d: expected x: float32 \[2\], as in the first item, found float32 \[\d\]. Pad",
-        "data.arguments.kind=uneven"),
-    "a sample that is missing": (TAKEN.format("data", "x", "y"), "data.arguments.kind=other"),
-    "a first input that is missing": (TAKEN.format("data", "y", "x"), "model.module=FILE:First"),
+        "kind=uneven"),
+    "a sample that is missing": (TAKEN.format("data", "x", "y"), "kind=other"),
+    "a first input that is missing": (TAKEN.format("data", "y", "x"), "model=First"),
     "held-out items without a sample": (TAKEN.format("evaluation", "x", "y"),
-                                        *HELD_OUT, "evaluation.arguments.kind=other"),
+        *HELD_OUT, "evaluation.arguments.kind=other"),
     "held-out samples without the dim that context ranks cut": (
         "evaluation: expected a dim of (input_ids|labels), which has 1, found 1",
         "model.module=EXAMPLES/latent_parallel.py:Decoder", "model.arguments",
-        "loss.module=EXAMPLES/latent_parallel.py:cut_loss", "data.module=FILE:row", "layout.context=2",
-        "data.sequence_length=16", "evaluation.module=FILE:token", "evaluation.samples=4"),
+        "loss.module=EXAMPLES/latent_parallel.py:cut_loss", "data=row", "layout.context=2",
+        "data.sequence_length=16", "evaluation=token", "evaluation.samples=4"),
     # A loss of one's own would count the rows that fill up the last one.
     "held-out rows that are no whole micro-batches": (MULTIPLE, *HELD_OUT, "data.micro_batch=2"),
-    "held-out rows that are none for each data rank": (
-        MULTIPLE, *HELD_OUT, "data.micro_batch=1", "layout.data=2"),
+    "held-out rows that are none for each data rank": (MULTIPLE,
+        *HELD_OUT, "data.micro_batch=1", "layout.data=2"),
     "a loss without its argument": (
         r"expected the keywords of weighted\(output, samples, weight\), found missing .*'weight'",
-        "loss.module=FILE:weighted"),
+        "loss=weighted"),
     "an argument in the output's place": (
-        r"expected the keywords of weighted.* found multiple values for argument 'output'",
-        "loss.module=FILE:weighted", "loss.arguments={output = 1, weight = 2}"),
-    "a loss of the output alone": (NO_LOSS, "loss.module=FILE:alone"),
-    "the function of an object": (NO_LOSS, "loss.module=FILE:short"),
-    "a dim that the sample lacks": ("expected a dim of x, which has 3, found 3", *CUT,
-                                    "loss.module=FILE:deep"),
-    "a dim that is no number": ("expected a dim of x, which has 3, found '1'", *CUT, "loss.module=FILE:word"),
+        r"expected the keywords of weighted.* found multiple values for argument 'output'", "loss=weighted",
+        "loss.arguments={output = 1, weight = 2}"),
+    "a loss of the output alone": (NO_LOSS, "loss=alone"),
+    "the function of an object": (NO_LOSS, "loss=short"),
+    "a dim that the sample lacks": ("expected a dim of x, which has 3, found 3", *CUT, "loss=deep"),
+    "a dim that is no number": ("expected a dim of x, which has 3, found '1'", *CUT, "loss=word"),
     "a list of arguments": ("data.arguments: expected a table, or a list of 1", "data.arguments=[{}, {}]"),
     "shares": ("data.weights: expected 1 number,", "data.weights=[1.0, 2.0]"),
     "documents of items": ("documents: expected absent with data.module", "data.documents=separate"),
     "a split": ("layout.split: expected absent for a class without the keyword split", "layout.split=[1]"),
     "a cut that is not even": (
         r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:42\)$",
-        "model.module=FILE:Cut", "layout.tensor=3"),
+        "model=Cut", "layout.tensor=3"),
     "tensor ranks that a class does not know": (
-        "layout.tensor: expected 1 for a class without the keyword state, found 2",
-        "model.module=FILE:Stateless", "layout.tensor=2"),
+        "layout.tensor: expected 1 for a class without the keyword state, found 2", "model=Stateless",
+        "layout.tensor=2"),
     "context without a sequence": ("context: expected 1 for a loss that names no sequence", *CUT),
-    "context where nothing is exchanged": (APART.format("the model"), *CUT, "loss.module=FILE:cut"),
-    "context where a block exchanges nothing": (
-        APART.format(r"blocks\.0"), *CUT, "loss.module=FILE:cut", "model.module=FILE:Widening",
-        "model.arguments"),
-    "a dim that counts from the last one": (APART.format("the model"), *CUT, "model.module=FILE:Piece",
-                                            "loss.module=FILE:behind"),
+    "context where nothing is exchanged": (APART.format("the model"), *CUT, "loss=cut"),
+    "context where a block exchanges nothing": (APART.format(r"blocks\.0"),
+        *CUT, "loss=cut", "model=Widening", "model.arguments"),
+    "a dim that counts from the last one": (APART.format("the model"), *CUT, "model=Piece", "loss=behind"),
     "a forward that ends the process": (
-        "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3",
-        *CUT, "model.module=FILE:Leaves", "loss.module=FILE:cut"),
+        "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3", *CUT,
+        "model=Leaves", "loss=cut"),
     "another length": ("data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
-                       "layout.context=2", "data.sequence_length=8", "loss.module=FILE:cut"),
+        "layout.context=2", "data.sequence_length=8", "loss=cut"),
     "smoothing": ("smoothing: expected 0: a module's loss is its own", "optimizer.label_smoothing=0.1"),
     **{f"{key} beside": (f"model.{key}: expected {want} beside model.module", f"model.{key}={text}")
        for key, (want, text) in BESIDE.items()},
@@ -609,10 +599,10 @@ def check_own(words, folder):
     raw["model"]["arguments"] = {"dim": 4}
     for section, key in (word.split(".") for word in words if "=" not in word):
         del raw[section][key]
-    places = {"FILE": f"{folder}/own.py", "EXAMPLES": str(EXAMPLES)}
-    changed(
-        raw, [re.sub("FILE|EXAMPLES", lambda name: places[name[0]], word) for word in words if "=" in word]
-    )
+    for word in words:
+        word = re.sub("^(model|loss|data|evaluation)=", rf"\1.module={folder}/own.py:", word)
+        word = re.sub("^kind=", "data.arguments.kind=", word).replace("EXAMPLES", str(EXAMPLES))
+        changed(raw, [word] * ("=" in word))
     checked = check_run(parse_recipe(raw))
     assert checked.own is not None
     checked.own.items.rows(0, range(4))
