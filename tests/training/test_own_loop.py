@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from support.configs import TINY_GLM
 from support.families import model_of
 from support.refusals import refusal_of
+from support.round_trips import assert_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -55,39 +57,36 @@ LAYERS = {
 }
 
 
-def reset(name, layout, seed):
-    """Built without memory, given memory with nothing in it, and reset, as torch's own recipes do."""
-    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
-    with torch.device("meta"):
-        model = nn.Sequential(LAYERS[name](state))
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        local_data(parameter).fill_(float("nan"))
-    torch.manual_seed(5)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters() if seed is None else module.reset_parameters(seed)
-    return pieces(model, state)
-
-
 def reset_all(layout):
-    return {(name, seed): reset(name, layout, seed) for name in LAYERS for seed in (None, 11)}
+    """Build each without memory, give it memory with nothing in it, and reset it, as torch's recipes do."""
+    state, made = ParallelState.start(layout), {}
+    for name, seed in product(LAYERS, (None, 11)):
+        with torch.device("meta"):
+            model = nn.Sequential(LAYERS[name](state))
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            local_data(parameter).fill_(float("nan"))
+        torch.manual_seed(5)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters() if seed is None else module.reset_parameters(seed)
+        made[name, seed] = pieces(model, state)
+    return made
 
 
 def test_every_layer_is_reset_to_the_same_bits_in_every_layout():
-    expected = {key: assemble([pieces]) for key, pieces in reset_all(Layout()).items()}
-    for world in (2, 3):
+    of_worlds = []
+    for world in (1, 2, 3):
         ranks = run_parallel(reset_all, world, Layout(tensor=world))
-        for key, whole in expected.items():
-            found = assemble([rank[key] for rank in ranks])
-            assert whole and not any(bool(tensor.isnan().any()) for tensor in whole.values()), key
-            assert whole.keys() == found.keys(), key
-            assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items()), (world, key)
-    for name, make in LAYERS.items():
-        torch.manual_seed(5)
-        born = nn.Sequential(make(ParallelState.alone()))
-        whole = expected[name, None]
-        assert all(torch.equal(p[: len(whole[key])], whole[key]) for key, p in born.named_parameters()), name
+        of_worlds.append({key: assemble([rank[key] for rank in ranks]) for key in ranks[0]})
+    for (name, seed), whole in of_worlds[0].items():
+        assert whole and not any(bool(tensor.isnan().any()) for tensor in whole.values()), name
+        for others in of_worlds[1:]:
+            assert_same(others[name, seed], whole)
+        if seed is None:
+            torch.manual_seed(5)
+            born = nn.Sequential(LAYERS[name](ParallelState.alone()))
+            assert_same({key: born.get_parameter(key)[: len(tensor)] for key, tensor in whole.items()}, whole)
 
 
 def test_every_layer_with_parameters_can_be_reset():

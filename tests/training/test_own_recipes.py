@@ -121,20 +121,25 @@ def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_la
         assert then.evaluation_loss == pytest.approx(whole.evaluation_loss, abs=1e-10)
 
 
-def test_its_checkpoint_is_cut_into_any_number_of_stages_verified_and_reported(tmp_path, monkeypatch):
+def test_its_checkpoint_is_cut_into_any_number_of_stages_verified_and_reported(
+    tokens, tmp_path, monkeypatch, capsys
+):
+    """And is no model for commands that compute."""
     monkeypatch.chdir(tmp_path)
     train(recipe("t5", tmp_path, steps=1, layout=PIPELINE))
-    assert run(["reshard", "run", "cut", "--tensor", "2", "--pipeline", "4"]) == 0
-    assert run(["verify", "cut"]) == 0
-    assert run(["diff", "run", "cut"]) == 0
-    assert run(["reshard", "cut", "again", "--pipeline", "3"]) == 0
-    assert run(["diff", "again", "run"]) == 0
-    assert run(["report", "run"]) == 0
+    for line in (
+        "reshard run cut --tensor 2 --pipeline 4", "verify cut", "diff run cut",
+        "reshard cut again --pipeline 3", "diff again run", "report run",
+    ):  # fmt: skip
+        assert run(line.split()) == 0, line
     with safe_open("again/pipeline-01-of-03.tensor-00-of-01.safetensors", "pt") as file:
         stored = file.keys()
     names = {name for name in stored if not name.startswith("optimizer.")}
     blocks = {match[1] for name in names if (match := re.match(r"blocks\.(\d)\.", name))}
     assert blocks == {"1", "2"} and "memory_norm.weight" in names and "distances.2.table.weight" in names
+    for line in (f"evaluate run {tokens / 'tokens'}", "generate run --prompt ab", "chat run"):
+        assert run(line.split()) == 2, line
+        assert "expected a model of the zoo, found a module's checkpoint" in capsys.readouterr().err, line
 
 
 def theirs(name):
@@ -384,18 +389,6 @@ def test_its_memory_is_that_of_a_simulated_step(layout, most, tokens):
     assert 0.98 < dry_run(checked, rank=1).rank.memory.total / peak < most
 
 
-def test_commands_that_compute_say_that_a_module_is_not_theirs(tokens, tmp_path, capsys):
-    out = str(tmp_path / "run")
-    train(recipe("latent", tokens, out, steps=1))
-    for words in (
-        ["evaluate", out, str(tokens / "tokens")],
-        ["generate", out, "--prompt", "ab"],
-        ["chat", out],
-    ):
-        assert run(words) == 2
-        assert "expected a model of the zoo, found a module's checkpoint" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_items_come_in_the_order_of_token_files(several, tmp_path):
     """Also mixed: by the same shares, each source in an order of its own, over the ends of epochs."""
@@ -453,31 +446,26 @@ def test_the_fastest_layout_is_searched_for(tmp_path, capsys):
     assert "a model that writes text" in capsys.readouterr().err
 
 
-def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
-    file = tmp_path / "data.py"
-    file.write_text((EXAMPLES / "own_data.py").read_text())
-    changes = {"data": {"module": f"{file}:Stripes"}, "steps": 2}
-    train(recipe("vit", tmp_path, stop_after=1, **changes))
-    file.write_text(file.read_text().replace("0.3 *", "0.4 *"))
+def test_a_run_does_not_go_on_with_another_model_or_other_data(tmp_path):
+    """Of one shape: with other arguments or data it is refused, with changed code said."""
+    file, data = (tmp_path / f"my_{name}.py" for name in ("vit", "data"))
+    file.write_text((EXAMPLES / "vit_parallel.py").read_text())
+    data.write_text(items := (EXAMPLES / "own_data.py").read_text())
+    again = partial(recipe, "vit", tmp_path, **own(file, "ViT"), data={"module": f"{data}:Stripes"})
+    train(again(steps=2, stop_after=1))
+    arguments = {"module": f"{file}:ViT", "arguments": {"width": 2}}
+    with pytest.raises(RankError, match=r'recipe: model\.arguments: expected {}, .* found {"width": 2}'):
+        train(again(steps=2) | {"model": arguments})
+    data.write_text(items.replace("0.3 *", "0.4 *"))
     expected = r"data\.module: expected 64 items of Stripes\(\{\}\) of a file with SHA-256"
     with pytest.raises(RankError, match=expected):
-        train(recipe("vit", tmp_path, **changes))
-
-
-def test_a_run_does_not_go_on_with_another_model(tokens, tmp_path):
-    """Of one shape: with other arguments it is refused, with changed code said."""
-    file = tmp_path / "latent.py"
-    file.write_text((EXAMPLES / "latent_parallel.py").read_text())
-    another = partial(recipe, "latent", tokens, "another", **own(file, "Decoder", "cut_loss"))
-    train(another(steps=2, stop_after=1))
-    arguments = {"module": f"{file}:Decoder", "arguments": {"heads": 2}}
-    with pytest.raises(RankError, match=r'recipe: model\.arguments: expected {}, .* found {"heads": 2}'):
-        train(another(steps=2) | {"model": arguments})
+        train(again(steps=2))
+    data.write_text(items)
     file.write_text(file.read_text().replace("x + self.mix(", "x - self.mix("))
-    _, lines = run_parallel(run_and_listen, 1, another(steps=2))[0]
-    for key, name in (("model.module", "Decoder"), ("loss.module", "cut_loss")):
+    _, lines = run_parallel(run_and_listen, 1, again(steps=2))[0]
+    for key, name in (("model.module", "ViT"), ("loss.module", "loss")):
         assert f"{key}: {name} of a file with SHA-256 {own_code(f'{file}:{name}', key).digest}" in lines
-    _, lines = run_parallel(run_and_listen, 1, another(steps=3))[0]
+    _, lines = run_parallel(run_and_listen, 1, again(steps=3))[0]
     assert "SHA-256" not in lines
 
 
