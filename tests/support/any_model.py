@@ -125,13 +125,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16,
     },
     **{
-        f"{kind}_text": {"rope_parameters": _ROPE | {"mrope_section": [2, *rest]}}
-        for rest, kinds in {
-            (3, 3): ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl"),
-            (1, 1): ("glm4v_moe",),
-        }.items()
-        for kind in kinds
+        f"{kind}_text": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
+        for kind in ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
     },
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
     "whisper": {"encoder_attention_heads": 4},
     "qwen2_vl_vision": {"embed_dim": 64},
     "cohere2_vision": {"alignment_intermediate_size": 64},
