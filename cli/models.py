@@ -121,10 +121,10 @@ def _print_families(families: "list[Family]", as_json: bool) -> None:
 
 
 def _print_adopted(kind: str, as_json: bool) -> None:
-    from ..models.from_transformers.config import AXES, proved, why_not, why_refused
+    from ..models.from_transformers.config import AXES, proved, refusals
 
-    refused = why_refused(kind)
-    reasons = {} if refused else {axis: why for axis in AXES if (why := why_not(kind, axis))}
+    reasons = refusals(kind)
+    refused = reasons.pop("", "")
     axes = [] if refused else [axis for axis in AXES if axis not in reasons]
     if as_json:
         say_json({"axes": axes, "refused": refused or reasons})

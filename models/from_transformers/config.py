@@ -193,20 +193,17 @@ def proved() -> dict[str, Any]:
     return read_toml(Path(__file__).with_name("proved.toml"))
 
 
-def why_refused(kind: str) -> str:
-    """Return why a type is refused whole, or nothing."""
-    stated = proved()["types"].get(kind)
-    untried = f"no test has tried it with transformers {proved()['transformers']}"
-    return untried if stated is None else str(stated.get("refused", ""))
-
-
-def why_not(kind: str, axis: str) -> str:
-    """Return why an axis is not offered for a type of the table, or nothing."""
-    stated = proved()["types"][kind]
-    return "" if axis in stated["proved"] else str(stated.get("why", {}).get(axis, AXES[axis]))
+def refusals(kind: str) -> dict[str, str]:
+    """Return why axes of a type are not offered, by axis; why the whole type is not, under an empty name."""
+    row, tried = proved()["types"].get(kind), proved()["transformers"]
+    if row is None or "refused" in row:
+        return {"": row["refused"] if row else f"no test has tried it with transformers {tried}"}
+    stated = AXES | row.get("why", {})
+    return {axis: stated[axis] for axis in AXES if axis not in row["proved"]}
 
 
 def offered() -> dict[str, tuple[str, ...]]:
     """Return the types that pass, and of each the axes that tests have proved."""
-    passed = [kind for kind in proved()["types"] if not why_refused(kind)]
-    return {kind: tuple(axis for axis in AXES if not why_not(kind, axis)) for kind in passed}
+    reasons_of = {kind: refusals(kind) for kind in proved()["types"]}
+    passed = ((kind, reasons) for kind, reasons in reasons_of.items() if "" not in reasons)
+    return {kind: tuple(axis for axis in AXES if axis not in reasons) for kind, reasons in passed}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import RowParallelLinear, Stage, VocabParallelEmbedding, VocabParallelHead, own_random
-from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declare_parameter
+from ...parallel_state import BadInput, Cut, Declaration, ParallelState, declarations, declare_parameter
 from ...parallel_state.engine import map_tensors
 from .probe import Probed, initial_of
 
@@ -123,8 +123,9 @@ def cut_embedding(module: Any, kind: str, *, ends: bool, state: ParallelState | 
     was, initial = type(module), initial_of(module.weight)
     made = VocabParallelEmbedding(*module.weight.shape, ends=ends, initial=initial, state=state)
     module.__class__ = Lookup if was is nn.Embedding else type(was.__name__, (was, Lookup), {})
-    module._parameters["weight"] = made.weight
-    vars(module).update({key: made.__dict__[key] for key in ("state", "rows", "declared", "declared_state")})
+    module.state, module.rows = made.state, made.rows
+    # Plain, since Gemma 4's code reads a row of it itself.
+    declare_parameter(module, "weight", declarations(made)["weight"], made.state, plain=True)
 
 
 def head_of(

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage
-from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize, local
-from ...parallel_state.engine import is_sharded
+from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family
 from ..base.hugging_face_names import Link
 from .attention import carrier, of_whole_rows
-from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, why_not, why_refused
+from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, refusals
 from .cut import Cutter
 from .files import file_links
-from .layers import Lookup, StageEnd, StandIn, around_blocks, without_sequence
+from .layers import StageEnd, StandIn, around_blocks, without_sequence
 from .probe import on_meta, probed
 
 
@@ -108,10 +107,6 @@ class Adopted(CausalLM):
             width = self.hf.get_input_embeddings().embedding_dim
             named["inputs_embeds"] = x.new_zeros(len(x), length, width)
         with ExitStack() as places:
-            # Gemma 4's code reads a row of its embedding itself; FSDP gives it one that is no DTensor.
-            for module in () if is_sharded(self) else self.modules():
-                if isinstance(module, Lookup):
-                    places.enter_context(patch.dict(vars(module), weight=local(module.weight)))
             if not self.can_cache:
                 places.enter_context(of_whole_rows())
             for modules, stand_ins in [*self._stand_ins(stage, x)]:
@@ -182,12 +177,12 @@ class TransformersFamily(Family):
         """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
         assert isinstance(config, AdoptedConfig)
         config.check_layout(layout)
-        shown = probed(config)
+        shown, unproved = probed(config), {} if self.trusted else refusals(self.model_type)
         reasons = {"pipeline": shown.no_pipeline, "context": shown.no_context, "expert": AXES["expert"]}
         reasons["sequence"] = shown.no_context or shown.no_pipeline
         for axis in AXES:
             size, alone = getattr(layout, axis), getattr(Layout(), axis)
-            why = reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis))
+            why = reasons.get(axis) or unproved.get(axis)
             if size != alone and why:
                 expected = f"{alone} for {self.model_type}".lower()
                 raise BadInput("layout", axis, expected=expected, found=size, todo=why)
@@ -204,7 +199,7 @@ class TransformersFamily(Family):
         if here < least:
             expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
             raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
-        if not self.trusted and (why := why_refused(kind)):
+        if not self.trusted and (why := refusals(kind).get("")):
             expected = "a type whose model can be trained as it is in transformers"
             raise BadInput(where, "model_type", expected=expected, found=kind, todo=why)
         return super().from_hf(raw, where)

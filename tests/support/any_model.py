@@ -323,7 +323,7 @@ def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
     """Train the model, and return how far the first loss and gradients of the zoo's own model are from its,
     by the names in files. Asserts that both write the same bytes of the same file.
     """
-    with TemporaryDirectory() as place, patch(f"{adopted.__name__}.why_refused", lambda kind: ""):
+    with TemporaryDirectory() as place, patch(f"{adopted.__name__}.refusals", lambda kind: {}):
         there = Path(place)
 
         def in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
