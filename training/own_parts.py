@@ -12,21 +12,17 @@ from torch import Tensor, nn
 
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
-from ..layers import find_blocks, set_attention_backend
+from ..layers import set_attention_backend
 from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState, require
-from ..pipeline import Stages
 from ..recipes.recipe import Recipe
 from ..recipes.section import ParameterGroup
-from ..simulation.micro_batch import MicroBatch
-from ..simulation.recorder import Recorder
-from ..simulation.without_numbers import shapes_only
 from ..system import literal
-from ..system.user_errors import asked
 from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
 from .optimizer import freeze
 from .own.code import OwnCode, call_own, check_keywords, own_code, signature_of
 from .own.module import OwnConfig, OwnFamily
+from .own_exchange import check_exchange, check_split
 from .precision import multiply_in_float8
 from .run_data import open_data
 from .samples import Samples
@@ -53,9 +49,13 @@ class OwnParts:
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
-        """Refuse context ranks for a loss that does not say what they cut, and for a module with a block that
-        sends nothing between them.
+        """Refuse sequence parallelism for a module that does not split its tokens, context ranks for a loss
+        that does not say what they cut, and for a module with a block that sends nothing between them.
         """
+        split = "split", layout.tensor
+        if layout.sequence and layout.tensor > 1 and split not in self.known:
+            check_split(family, config, layout, self.samples)
+            self.known[split] = True
         if layout.context == 1:
             return
         loss = as_loss(self.loss, ParallelState.stand_in(layout))
@@ -66,7 +66,7 @@ class OwnParts:
             length = self.samples[name].shape[dim]
             expected = f"{length}, dim {dim} of {name}, which context ranks cut"
             require(length == self.length, "recipe", "data.sequence_length", expected, self.length)
-        _check_exchange(family, config, layout, self.samples, loss.sequence)
+        check_exchange(family, config, layout, self.samples, loss.sequence)
 
 
 def own_parts(
@@ -191,48 +191,3 @@ def check_held_out(
     _check_taken(family.on_meta(config), rows, "evaluation")
     if layout.context > 1:
         _check_dims(rows, getattr(parts.loss, "sequence", {}), "evaluation")
-
-
-def _check_exchange(
-    family: OwnFamily,
-    config: OwnConfig,
-    layout: Layout,
-    samples: Mapping[str, Tensor],
-    dims: Mapping[str, int],
-) -> None:
-    """Refuse context ranks for a module with a block that sends nothing between them: its tokens would see
-    only those of their own rank.
-    """
-    cut = Layout(tensor=layout.tensor, context=layout.context, sequence=layout.sequence, ring=layout.ring)
-    model: nn.Module = family.stages_on_meta(config, cut)[0]
-    blocks = {path: block for path, block in model.named_modules() if block in find_blocks(model)}
-    sent = dict.fromkeys(blocks, 0)
-
-    def count(path: str, sign: int, *_: Any) -> None:
-        sent[path] += sign * sum(collective.axis == "context" for collective in recorder.collectives)
-
-    hooks = []
-    with shapes_only([model], MicroBatch(1, 1, gpu=False)), Recorder() as recorder, torch.no_grad():
-        for path, block in blocks.items():
-            hooks.append(block.register_forward_pre_hook(partial(count, path, -1)))
-            hooks.append(block.register_forward_hook(partial(count, path, 1)))
-        part = {name: _cut(sample, dims.get(name), layout.context) for name, sample in samples.items()}
-        expected = "a forward that runs on a context rank's piece of the samples"
-        try:  # whatever a user's code raises where numbers are missing
-            asked(lambda: Stages(model, ParallelState.stand_in(cut)).forward(part), "model.module", expected)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    apart = next((path for path, exchanges in sent.items() if not exchanges), None)
-    require(
-        apart is None and sent, "recipe", "layout.context",
-        f"1: {apart or 'the model'} sends nothing between context ranks", layout.context,
-        "A block's tokens see those of other ranks by trilith's causal_attention",
-    )  # fmt: skip
-
-
-def _cut(sample: Tensor, dim: int | None, ranks: int) -> Tensor:
-    shape = [*sample.shape]
-    if dim is not None:
-        shape[dim] //= ranks
-    return torch.zeros(shape, dtype=sample.dtype)

@@ -17,6 +17,10 @@ from .loss import Fault, Loss, Scales, Sums
 from .samples import Samples, count_samples, some_samples
 
 _NO_COUNT = Fault("counts that are finite and not below 0", "others in all")
+_APART = Fault(
+    "equal sums on the ranks of a tensor group", "others on some of them",
+    "Make whole what the loss is given, as gather_from_tensor does, or sum in the loss over the ranks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,13 @@ class StepSums:
             columns.append([sums.count for sums in self._sums])
         columns += [[fault] for fault in self.faulty or [False] * len(loss.faults)]
         columns = columns if state.counts_here else [[]] * len(columns)
+        split = [len(columns) - len(loss.faults), len(columns)]
+        if (
+            state.tensor.size > 1 and loss.count_labels is None
+        ):  # a user's: how far sums are apart, their sizes
+            factor = state.tensor.size * state.counts_here - 1
+            apart = [factor * x.double() for sums in self._sums for x in sums.terms.values()]
+            columns += [[*apart], [x.abs() for x in apart]]
         host = [sum(float(x) for x in column if not isinstance(x, Tensor)) for column in columns]
         numbers = torch.tensor([*host, *parameters], dtype=torch.float64).to(device, non_blocking=True)
         for index, column in enumerate(columns):
@@ -164,13 +175,16 @@ class StepSums:
                 numbers[index] += torch.stack(tensors).sum(dtype=torch.float64)
         if state.layout.world > 1:
             dist.all_reduce(numbers)
-        sums, faults, trained = numbers.tensor_split([len(columns) - len(loss.faults), len(columns)])
+        sums, faults, apart_by, trained = numbers.tensor_split([*split, len(columns)])
         checks, known, divisor = torch.cat([trained, faults]), loss.faults, None
         if loss.count is None:
             count = sums[-1]
             bad = ~count.isfinite() | (count < 0)
             divisor = torch.where(count == 0, 1.0, torch.where(bad, torch.nan, count))
             checks, known = torch.cat([checks, bad.double().view(1)]), (*known, _NO_COUNT)
+        if len(apart_by):
+            differ = apart_by[:1].abs() > 1e-4 * apart_by[1:]
+            checks, known = torch.cat([checks, differ.double()]), (*known, _APART)
         means = sums[: len(names)] / (scale if divisor is None else scale * divisor)
         terms = dict(zip(names, means.unbind(), strict=True))
         first, *others = (terms[name] for name in names if loss.terms[name].in_total)

@@ -259,7 +259,7 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
 
 
 OWN = """
-import torch, trilith.layers
+import torch, trilith.layers, trilith.parallel_state
 from torch import nn
 from trilith.training import FunctionLoss, Loss, Sums
 class Net(nn.Module):
@@ -300,6 +300,22 @@ class Cut(Net):
     def __init__(self, dim, *, state=None):
         super().__init__(dim)
         self.up = trilith.layers.ColumnParallelLinear(dim, dim, state=state)
+class Whole(Net):
+    def __init__(self, dim, *, state=None):
+        super().__init__(dim)
+        self.norm = trilith.layers.RMSNorm(dim, state=state)
+    def forward(self, *, x): return self.norm(x)
+class Pair(Cut):
+    def __init__(self, dim, *, state=None):
+        super().__init__(dim, state=state)
+        self.down = trilith.layers.RowParallelLinear(dim, dim, False, state=state)
+    def forward(self, *, x): return self.down(self.up(x))
+class Alone(Net):
+    def __init__(self, dim, *, state=None):
+        super().__init__(dim)
+        self.state = trilith.parallel_state.alone_or(state)
+    def forward(self, *, x):
+        return self.net(trilith.layers.split_to_tensor(x, self.state, dim=1) if self.state.sequence else x)
 class Stateless(Net):
     def __init__(self, dim): super().__init__(dim)
 class Widening(nn.Module):
@@ -497,6 +513,12 @@ BESIDE = {
     "implementation": ("auto", "transformers"),
 }
 CUT = ("layout.context=2", "data.sequence_length=4")
+#: By class, what sequence parallelism would let its layers compute with.
+SEQUENCE = {
+    "Whole": "norm is given all tokens, not a rank's own, found true. Split once",
+    "Pair": "its linears are given all tokens, not a rank's own, found true. Split once",
+    "Alone": "net.weight meets a rank's own tokens, and its gradient is not summed, found true. Declare",
+}
 NO_LOSS = r"loss.module: expected a function of \(output, samples\), found alone\(output\)"
 APART = "layout.context: expected 1: {} sends nothing between context ranks, found 2"
 TAKEN = "{}: expected a sample {}, which the model's forward takes, found {}"
@@ -574,6 +596,8 @@ ROWS = {
     "a forward that ends the process": (
         "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3", *CUT,
         "model=Leaves", "loss=cut"),
+    **{f"sequence parallelism of {name}": (f"layout.sequence: expected false: {why}",
+        f"model={name}", "layout.tensor=2", "layout.sequence=true") for name, why in SEQUENCE.items()},
     "another length": ("data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
         "layout.context=2", "data.sequence_length=8", "loss=cut"),
     "smoothing": ("smoothing: expected 0: a module's loss is its own", "optimizer.label_smoothing=0.1"),

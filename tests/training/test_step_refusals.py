@@ -135,6 +135,10 @@ def a_mean(y, samples):
     return F.mse_loss(y, samples["x"]), y.numel()
 
 
+def of_each_rank(y, samples, state):
+    return (1 + state.tensor.index) * y.sum(), y.numel()
+
+
 def refused_on_ranks(layout, gives, loss):
     state = ParallelState.start(layout)
     model = shard_over_data(Staged(gives, state), state, Precision())
@@ -148,6 +152,12 @@ def refused_on_ranks(layout, gives, loss):
     [
         (Layout(pipeline=2), unpacked, a_mean, "found a mean"),
         (Layout(data_replicate=2), unpacked, a_mean, "found a mean"),
+        (
+            Layout(tensor=2),
+            unpacked,
+            of_each_rank,
+            "expected equal sums on the ranks of a tensor group",
+        ),
         (
             Layout(pipeline=2),
             packed_in_a_dict,
