@@ -136,16 +136,11 @@ class DrivenStage(pipelining.PipelineStage):
             for x in inputs:
                 if isinstance(x, Tensor):
                     x.grad = None  # what is sent has it
-        if loss is not None and full_backward:
-            # Torch keeps the losses until the step ends, and their graphs keep each micro-batch's input.
-            loss.detach_()
 
     # Two private methods of torch; the first is called before torch 2.13 only.
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Compare outputs with the stated shapes, but for the last stage's, which nobody receives: they are
-        the loss's input, of any shape.
-        """
+        """Compare outputs with the stated shapes, but for the last stage's, which nobody receives."""
         if not self.is_last:
             cast(Any, super())._validate_fwd_outputs(outputs)
 
@@ -228,9 +223,8 @@ class Pipeline:
     """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks.
 
     ``name`` is the schedule over this rank's ``stages``, those that ``layout.stages_of`` numbers. Each stage
-    of the model takes one tensor like its entry of ``travels``, and gives one like the next entry. The last
-    gives the first argument of ``loss(given, target)``, which returns the micro-batch's share of the step's
-    loss. ``trains_all``: see ``DrivenStage``.
+    of the model takes one tensor like its entry of ``travels``, and gives one like the next entry: the last
+    one the micro-batch's share of the step's loss. ``trains_all``: see ``DrivenStage``.
 
     Raises ``BadInput`` for an unknown name, and for micro-batches or stages that the schedule cannot run.
     """
@@ -238,7 +232,6 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[StageModule],
-        loss: Callable[[Tensor, Tensor], Tensor],
         *,
         name: str,
         microbatches: int,
@@ -256,24 +249,26 @@ class Pipeline:
         kind = schedule_kind(name)
         # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
         self._schedule = get_schedule_class(kind.torch_name)(
-            driven if kind.virtual_stages > 1 else driven[0], microbatches, loss_fn=loss, scale_grads=False
-        )
-        self._zero = state.layout.zero
+            driven if kind.virtual_stages > 1 else driven[0], microbatches, scale_grads=False,
+            loss_fn=lambda output, target: output,
+        )  # fmt: skip
+        self._zero, self._micro_batches = state.layout.zero, microbatches
         self._roots = [*dict.fromkeys(root for stage in stages for root in stage.root or ())]
         if accelerator.is_accelerator(state.device):
             greet(neighbours(state), state.pipeline.group, state.device)
 
-    def step(self, *inputs: Tensor, target: Tensor | None = None, **keywords: Any) -> None:
+    def step(self, *inputs: Tensor, **keywords: Any) -> None:
         """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
 
-        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` is the loss function's,
-        on the rank with the last; ``keywords`` go to every stage's forward by name. Gradients are in
-        ``.grad``, added to what was there, summed over the data ranks.
+        ``inputs`` are the model's, on the rank that holds the first stage; ``keywords`` go to every stage's
+        forward by name. Gradients are in ``.grad``, added to what was there, summed over the data ranks.
         """
         for root in self._roots:  # gathered weights stay until the end, or with ZeRO 3 while their block runs
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self._zero == 3)
             root.set_requires_gradient_sync(False)
+        # Torch asks for a target of each micro-batch, although the last stage has computed the loss.
+        target = torch.empty(self._micro_batches)
         self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
         for root in self._roots:  # sum the gradients that are not summed yet, and free all gathered weights
             end_backward(root)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import BadInput
-from ..parallel_state.engine import tensors_in
+from ..parallel_state import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Travels:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
 
 
-#: Each tensor that a stage gives for one micro-batch.
+#: Each tensor that a stage sends for one micro-batch; none from the model's last stage.
 StageOutput = tuple[Travels, ...]
 
 
@@ -50,17 +49,14 @@ def exchange(messages: Sequence[tuple[Callable[..., object], Tensor, int]], grou
         work.wait()
 
 
-def tensors_of(output: Any, *, last: bool) -> tuple[Tensor, ...]:
-    """Return the tensors that a stage gives, in order; the model's last stage gives a nest of them."""
-    tensors: tuple[Any, ...] = tuple(tensors_in(output, records=True))
-    if not last:
-        tensors = output if isinstance(output, tuple) else (output,)
-    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise BadInput(
-            "stage", "output", found=type(output).__name__,
-            expected="a tensor" if last else "a tensor or a tuple of them between stages",
-            todo="" if last else "Give a tuple of tensors: the next stage gets them by position, in order",
-        )  # fmt: skip
+def tensors_of(output: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a stage sends to the next one, in order."""
+    tensors: tuple[Any, ...] = output if isinstance(output, tuple) else (output,)
+    require(
+        tensors and all(isinstance(tensor, Tensor) for tensor in tensors), "stage", "output",
+        "a tensor or a tuple of them between stages", type(output).__name__,
+        "Give a tuple of tensors: the next stage gets them by position, in order",
+    )  # fmt: skip
     return tensors
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
-from ..parallel_state.engine import accelerator, is_sharded, map_tensors
+from ..parallel_state.engine import accelerator, is_sharded
 from ..parallel_state.engine.local_tensors import without_view
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
-#: Stands where an output has a tensor.
-_HOLE = torch.empty(0)
 
 
 class Stages:
@@ -63,17 +61,15 @@ class Stages:
         )  # fmt: skip
         self.has_last = state.layout.stages - 1 in self.parts
         self._takes = keyword_test(model)
-        #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
+        #: What each stage of the whole model sends, in order, for micro-batches of the present shape.
         self.outputs: list[StageOutput] = []
         self._assumed = False
-        #: The model's output of the latest run of its last stage, with ``_HOLE`` in place of each tensor.
-        self._form: Any = _HOLE
         #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
         self._seed: int | None = None
         self._runs: dict[int, int] = {}
         #: The schedule for such micro-batches; the loss of the step that runs.
         self._pipeline: Pipeline | None = None
-        self._loss: Callable[[Any, int], Tensor] | None = None
+        self._loss: Callable[[Any, Samples], Tensor] | None = None
 
     @property
     def states_shapes(self) -> bool:
@@ -116,11 +112,11 @@ class Stages:
             self.outputs += answer
 
     def assume(self, outputs: Sequence[StageOutput]) -> None:
-        """Take for known what each stage of the model gives, in place of ``fit``: a plan starts no ranks."""
+        """Take for known what each stage of the model sends, in place of ``fit``: a plan starts no ranks."""
         self.outputs, self._assumed = [*outputs], True
 
     def describe(self, number: int, samples: Samples) -> StageOutput:
-        """Return what a stage of this rank gives, from a run of it on zeros; those before it are known.
+        """Return what a stage of this rank sends, from a run of it on zeros; those before it are known.
 
         Random state and model stay as they are.
         """
@@ -132,9 +128,8 @@ class Stages:
             ]
             self._seed = None
             output = self._run(number, tuple(zeros), samples)
-        last = number == self.state.layout.stages - 1
-        tensors = tensors_of(output, last=last)
-        for tensor in tensors if len(tensors) > 1 or not last else ():
+        tensors = () if number == self.state.layout.stages - 1 else tensors_of(output)
+        for tensor in tensors:
             require(
                 tensor.shape[:1] == (rows,) and tensor.dtype == tensors[0].dtype, "stage", "output",
                 f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
@@ -150,7 +145,7 @@ class Stages:
         received = () if x is None else split_sent(x, self.outputs[number - 1])
         made = self._run(number, received, micro_batch)
         last = number == self.state.layout.stages - 1
-        return made if last else without_view(as_one(tensors_of(made, last=False)))
+        return made if last else without_view(as_one(tensors_of(made)))
 
     def forward(self, micro_batch: Samples) -> Any:
         """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
@@ -175,11 +170,11 @@ class Stages:
         return None
 
     def train(
-        self, samples: Samples, loss: Callable[[Any, int], Tensor], *, schedule: str, micro_batch: int
+        self, samples: Samples, loss: Callable[[Any, Samples], Tensor], *, schedule: str, micro_batch: int
     ) -> None:
         """Run forward and backward of all samples in a pipeline, under a schedule. Collective.
 
-        ``loss(output, start)`` returns the loss of the micro-batch that begins with sample ``start``.
+        ``loss(output, samples)`` returns the loss of a micro-batch, which the last stage gives.
         """
         count = len(next(iter(samples.values())))
         if self._pipeline is None:
@@ -187,29 +182,28 @@ class Stages:
 
             self._pipeline = Pipeline(
                 [self._module(number) for number in self.parts],
-                self._loss_of,
                 name=schedule,
                 microbatches=count // micro_batch,
-                travels=[Travels((micro_batch,), torch.int64), *map(sent_as, self.outputs)],
+                travels=[
+                    Travels((micro_batch,), torch.int64),
+                    *map(sent_as, self.outputs[:-1]),
+                    Travels((), torch.float32),
+                ],
                 state=self.state,
                 trains_all=getattr(self.model, "trains_all", False),
             )
         first = self.first_input if 0 in self.parts else None
-        named = {name: sample for name, sample in samples.items() if self._takes(name) or name == first}
-        # The first stage is given numbers of samples. The loss finds its samples by them, which for it stay
-        # on the host: it does not wait for the device.
+        keywords: dict[str, Any] = {
+            f" {name}": sample  # with a blank, for torch's schedule has keywords of its own
+            for name, sample in samples.items()
+            if self.has_last or self._takes(name) or name == first
+        }
         numbers = (torch.arange(count, device=self.state.device),) if 0 in self.parts else ()
         self._loss = loss
         try:
-            keywords: dict[str, Any] = named
-            self._pipeline.step(*numbers, target=torch.arange(count) if self.has_last else None, **keywords)
+            self._pipeline.step(*numbers, **keywords)
         finally:
             self._loss = None
-
-    def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
-        assert self._loss is not None, "only train runs the schedule"
-        tensors = iter(split_sent(output, self.outputs[-1]))  # a schedule asks for the loss after the forward
-        return self._loss(map_tensors(self._form, lambda hole: next(tensors)), int(numbers[0]))
 
     def _module(self, number: int) -> StageModule:
         """Return a stage as a module of its own, which shares the model's parameters."""
@@ -218,13 +212,13 @@ class Stages:
         model, received = self.model, self.outputs[number - 1] if number else ()
         last = number == self.state.layout.stages - 1
 
-        # A sample may be called x too.
-        def forward(x: Tensor, /, **samples: Tensor) -> Tensor:
+        def forward(x: Tensor, /, **keywords: Tensor) -> Tensor:
+            samples = {name[1:]: sample for name, sample in keywords.items()}
             made = self._run(number, split_sent(x, received) if number else (), samples)
             if last:
-                self._form = map_tensors(made, lambda tensor: _HOLE)
-            joined = as_one(tensors_of(made, last=last))
-            return joined if last else without_view(joined)  # a backward in two parts detaches it in place
+                assert self._loss is not None, "only train runs the schedule"
+                return self._loss(made, samples)
+            return without_view(as_one(tensors_of(made)))  # a backward in two parts detaches it in place
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]

@@ -181,17 +181,17 @@ class RankWalk:
             elif work.loss_chunk:  # whose gradients have waited since the loss
                 end += waits
             else:
-                # The gradient of logits that a stage keeps is written over them, unless they were bounded.
-                over = stage.logits * (self.cut and behind[0].plain.backward < 1.5 * stage.logits)
+                over = stage.logits * self.cut  # the gradient of logits is written over them
                 end = max(getattr(behind[0].plain, added) - over, most_of(behind[1:], "backward") + waits)
             self.note(end + zero3 * ahead)
+        self.now -= stage.logits * self.cut
         message = work.between_blocks if self.cut and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
             self.now -= stage.exit * (number == stage.further)
             self._blocks(run, place, waits, message, last=last)
             message = 0
         entry = stage.stage.entry
-        self.now = self.resident - stage.kept + stage.output
+        self.now = self.resident - stage.kept + stage.output * (stage.stage.loss is None)
         self._root(place, waits, 0 if entry is None else entry.plain.backward, last=last)
 
     def _blocks(self, run: Run, place: int, waits: float, message: float, *, last: bool) -> None:

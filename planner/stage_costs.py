@@ -121,8 +121,8 @@ class StageBytes:
         # Of ``stage.beside`` blocks of multi-token prediction may drop something, too.
         plain = [piece.plain for piece in stage.beside if piece not in stage.further.values()]
         self.kept = sum(trace.kept for trace in (*plain, *(trace for *_, trace in (*reached, *further))))
-        # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-        self.output = self.cut * (self.logits or work.between_blocks)
+        # Torch keeps what a stage sends until the end of its backward. Logits wait for their gradient.
+        self.output = self.cut * (self.logits or work.between_blocks * (stage.loss is None))
         self.kept += self.output
         if self.cut and not stage.first and reached:
             # Autograd keeps what a stage is given, which may be the output of the stage before, also if the

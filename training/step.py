@@ -236,11 +236,7 @@ class Step:
         """Run forward and backward of all micro-batches, under a schedule or one after the other."""
         size = self.micro_batch
         if self.state.layout.pipeline > 1:
-
-            def loss_of(output: Any, start: int) -> Tensor:
-                return sums.add(output, some_samples(inputs.samples, start, size))
-
-            self.stages.train(inputs.samples, loss_of, schedule=self.schedule, micro_batch=size)
+            self.stages.train(inputs.samples, sums.add, schedule=self.schedule, micro_batch=size)
             return
         sharded, trains_all = is_sharded(self.model), getattr(self.model, "trains_all", False)
         count = inputs.rows // self.state.layout.data // size

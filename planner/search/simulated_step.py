@@ -61,8 +61,8 @@ def simulate_step(
         if own is not None:
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
             first = some_samples(batch, 0, few)
-            if outputs:
-                _assume_stages(built, recipe, outputs, batch)
+            if outputs:  # one rank alone cannot try them all
+                built.step.stages.assume(outputs)
         return simulated_steps(ledger, built, [first, batch], built.update, kernels)
 
 
@@ -75,17 +75,6 @@ def _outputs_of_stages(recipe: Recipe, planned: Plan) -> list[StageOutput]:
     assert isinstance(planned.family, OwnFamily)
     model = own_model(planned.family, planned.config, recipe.layout)
     return model.outputs(work_of(recipe, planned), recipe.layout_section.split)
-
-
-def _assume_stages(
-    built: Built, recipe: Recipe, outputs: list[StageOutput], batch: dict[str, Tensor]
-) -> None:
-    """Tell the step of a user's module what its stages give: one rank alone cannot try them all."""
-    stages, size = built.step.stages, recipe.data.micro_batch
-    stages.assume(outputs)
-    if stages.has_last:  # which also tells what the loss is given
-        part = {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()}
-        stages.describe(recipe.layout.stages - 1, part)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_selective_checkpointing_is_refused_where_a_backward_has_two_parts(sched
     checkpoint_blocks(enumerate(model.blocks.values()), "selective")
     with pytest.raises(BadInput, match=f"memory.checkpointing: expected none with .*{schedule}.*selective"):
         Pipeline(
-            [StageModule(model.forward, [model])] * 2, loss, name=schedule, microbatches=4,
+            [StageModule(model.forward, [model])] * 2, name=schedule, microbatches=4,
             travels=[count] * 5, state=state,
         )  # fmt: skip
 

@@ -163,9 +163,9 @@ def stages_of_a_user():
     """What the host knows of the samples that a loss takes is found without waiting."""
 
     def loss(y, samples):
-        wanted = samples["wanted"]
-        assert on_host(wanted) is not None
-        return (y - wanted).square().sum(), len(wanted)
+        target = samples["target"]
+        assert on_host(target) is not None
+        return (y - target).square().sum(), len(target)
 
     def told(stated, **named):
         stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
@@ -181,7 +181,7 @@ def stages_of_a_user():
     with simulated_rank(Layout.of(pipeline=2), 1, waits) as (state, _), group, names:
         with state.device:
             model = TwoStages(state)
-        samples = {"x": torch.empty(2, 6, device=state.device), "wanted": torch.zeros(2, 6)}
+        samples = {"x": torch.empty(2, 6, device=state.device), "target": torch.zeros(2, 6)}
         Step(model, loss, micro_batch=1, state=state)(samples)
 
 
