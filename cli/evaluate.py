@@ -48,6 +48,7 @@ def evaluate(
     """
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     check_tokens_there(tokens)
+    from ..generation.command import Ranks
     from ..parallel_state import Layout
     from ..training.evaluation import Figures, Question, run_evaluation
 
@@ -60,8 +61,5 @@ def evaluate(
         return f"loss {figures.loss:.4f}  perplexity {perplexity}  over {tokens} of {rows}"
 
     question = Question(source, tokens, sequence_length, rows, batch, dtype, adapter)
-    layout = Layout.of(tensor=tensor, pipeline=pipeline)
-    code = run_evaluation(
-        question, layout, words=context.obj, show=show, note=say, device=device, status=status
-    )
-    raise typer.Exit(code)
+    ranks = Ranks(Layout.of(tensor=tensor, pipeline=pipeline), context.obj, say, device, status)
+    raise typer.Exit(run_evaluation(question, ranks, show))

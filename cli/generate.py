@@ -53,15 +53,14 @@ def generate(
     options = locals()
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
+    from ..generation.command import Ranks
     from ..generation.request import Request, run_generation
     from ..generation.text import read_prompts
     from ..parallel_state import Layout
 
     prompts, sampling = read_prompts(prompt or [], prompt_file), from_options(Sampling, options)
     request = from_options(Request, options, prompts=prompts, sampling=sampling, stop=stop or [])
-    layout, words = Layout.of(tensor=tensor, pipeline=pipeline), context.obj
+    ranks = Ranks(Layout.of(tensor=tensor, pipeline=pipeline), context.obj, say_aside, device, status)
     with pieces_of_text() as write:
-        code = from_options(
-            run_generation, options, request=request, layout=layout, words=words, write=write, note=say_aside
-        )
+        code = run_generation(request, ranks, write=write, out=out, force=force)
     raise typer.Exit(code)

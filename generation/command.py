@@ -53,45 +53,49 @@ Read = TypeVar("Read", bound=Weights)
 _FIGURES = "figures"
 
 
-def run_on_ranks(
-    layout: Layout,
-    prepare: Callable[[], Read],
-    work: Callable[[Read, ParallelState, str], str],
-    *,
-    asked: str,
-    words: Sequence[str],
-    note: Callable[[str], None],
-    device: str,
-    status: Path | None,
-) -> int:
-    """Run ``work(prepare(), state, device)`` on each rank, started here or by torchrun; return the exit code.
+@dataclass(frozen=True)
+class Ranks:
+    """State on what ranks a command computes: those of ``layout``, started here or by torchrun.
 
-    ``note`` gets the figures that it returns on the first rank. ``asked``: what is asked for, which all ranks
-    must have been told alike. ``words`` are the command's own, with which a layout of several ranks starts
-    them; ``status`` is the folder that they were then given.
+    ``words`` are the command's own, with which a layout of several ranks starts them; ``status`` is the
+    folder that they were then given. ``note`` gets the figures at the end.
     """
-    device = device_here(device)
-    if launched() is None:
-        check_local(layout, device=device)
-        if layout.world > 1:
-            prepare()  # bad input is said once and at once, before any rank starts
-            with tempfile.TemporaryDirectory(prefix=f"trilith-{words[0]}-") as folder:
-                code = launch([*words, "--status", folder], layout.world, Path(folder))
-                if (file := Path(folder) / _FIGURES).exists():
-                    note(read_text(file))
-            return code
-    check_launch(layout, device=device)
-    with ExitStack() as stack:
-        if status is not None:
-            stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
-        prepared = prepare()
-        # A run may save meanwhile, and each rank chooses its newest checkpoint.
-        alike = {"device": device, "asked": asked, "source": str(prepared.source.path)}
-        state = stack.enter_context(process_group(layout, device=device, alike=alike))
-        figures = work(prepared, state, device)
-        if own_rank() == 0:
-            if status is None:
-                note(figures)
-            else:
-                (status / _FIGURES).write_text(figures)
-    return 0
+
+    layout: Layout
+    words: Sequence[str]
+    note: Callable[[str], None]
+    device: str = "auto"
+    status: Path | None = None
+
+    def run(
+        self, prepare: Callable[[], Read], work: Callable[[Read, ParallelState, str], str], *, asked: str
+    ) -> int:
+        """Run ``work(prepare(), state, device)`` on each rank; return the exit code.
+
+        It returns the figures. ``asked``: what is asked for, which all ranks must have been told alike.
+        """
+        layout, status, device = self.layout, self.status, device_here(self.device)
+        if launched() is None:
+            check_local(layout, device=device)
+            if layout.world > 1:
+                prepare()  # bad input is said once and at once, before any rank starts
+                with tempfile.TemporaryDirectory(prefix=f"trilith-{self.words[0]}-") as folder:
+                    code = launch([*self.words, "--status", folder], layout.world, Path(folder))
+                    if (file := Path(folder) / _FIGURES).exists():
+                        self.note(read_text(file))
+                return code
+        check_launch(layout, device=device)
+        with ExitStack() as stack:
+            if status is not None:
+                stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
+            prepared = prepare()
+            # A run may save meanwhile, and each rank chooses its newest checkpoint.
+            alike = {"device": device, "asked": asked, "source": str(prepared.source.path)}
+            state = stack.enter_context(process_group(layout, device=device, alike=alike))
+            figures = work(prepared, state, device)
+            if own_rank() == 0:
+                if status is None:
+                    self.note(figures)
+                else:
+                    (status / _FIGURES).write_text(figures)
+        return 0

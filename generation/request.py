@@ -25,7 +25,7 @@ from ..storage.output_places import check_output_file
 from ..storage.small_files import read_json
 from ..storage.staging import output_file
 from ..system import counted
-from .command import Weights, run_on_ranks
+from .command import Ranks, Weights
 from .generate import Sampling, check_length, generate
 from .text import Continuation, Prompt, prompt_ids
 
@@ -184,20 +184,16 @@ def converse(
 
 def run_generation(
     request: Request,
-    layout: Layout,
+    ranks: Ranks,
     *,
-    words: Sequence[str],
     write: Callable[[str], None],
-    note: Callable[[str], None],
-    device: str = "auto",
     out: Path | None = None,
     force: bool = False,
-    status: Path | None = None,
 ) -> int:
-    """Write what the request asks for; the exit code. ``words`` and ``status``: those of ``run_on_ranks``.
+    """Write what the request asks for; the exit code.
 
     ``write`` gets text or, for several prompts, lines of JSON, unless these go into the file ``out``, where
-    ``force`` replaces what another command wrote; ``note`` the figures at the end.
+    ``force`` replaces what another command wrote.
     """
     read = (request.source, request.tokenizer, request.adapter)
     inputs = [Path(name) for name in read if name is not None]
@@ -231,10 +227,8 @@ def run_generation(
         rate = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         return f"{rate} on {device_words(device)}"
 
-    prepared, asked = partial(prepare, request, layout), sha256(repr(request).encode()).hexdigest()
-    return run_on_ranks(
-        layout, prepared, work, asked=asked, words=words, note=note, device=device, status=status
-    )
+    asked = sha256(repr(request).encode()).hexdigest()
+    return ranks.run(partial(prepare, request, ranks.layout), work, asked=asked)
 
 
 def _is_ours(seen: bytes) -> bool:

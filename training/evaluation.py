@@ -5,7 +5,7 @@ after some of its steps, or of stored weights alone (``trilith evaluate``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..data.batches import GlobalBatches
 from ..data.shuffle import piece_of
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
-from ..generation.command import Weights, run_on_ranks
+from ..generation.command import Ranks, Weights
 from ..layers import IGNORE
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
@@ -124,17 +124,8 @@ class _Opened(Weights):
     batches: GlobalBatches
 
 
-def run_evaluation(
-    question: Question,
-    layout: Layout,
-    *,
-    words: Sequence[str],
-    show: Callable[[Figures], str],
-    note: Callable[[str], None],
-    device: str = "auto",
-    status: Path | None = None,
-) -> int:
-    """Give ``note`` the figures as ``show`` writes them; the exit code. The rest: see ``run_on_ranks``."""
+def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], str]) -> int:
+    """Note the figures as ``show`` writes them; the exit code."""
 
     def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
         model, batches, rows = opened.load(state), opened.batches, opened.held_out.samples
@@ -142,10 +133,7 @@ def run_evaluation(
         tokens = batches.count_labels(0, range(rows))
         return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
 
-    prepare, asked = partial(_open, question, layout), repr(question)
-    return run_on_ranks(
-        layout, prepare, evaluate, asked=asked, words=words, note=note, device=device, status=status
-    )
+    return ranks.run(partial(_open, question, ranks.layout), evaluate, asked=repr(question))
 
 
 def _open(question: Question, layout: Layout) -> _Opened:

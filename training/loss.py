@@ -106,8 +106,8 @@ class Loss(ABC):
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
         """Return the sums of a micro-batch, each times its scale. ``output``: what the last stage gives."""
 
-    def find_faults(self, output: Any, samples: Samples) -> Sequence[bool] | None:
-        """Tell for each of ``faults`` whether this loss has it; ``None`` if these samples do not show it."""
+    def find_faults(self, output: Any, samples: Samples) -> Sequence[bool]:
+        """Tell for each of ``faults`` whether this loss has it; nothing as long as no samples showed it."""
         return ()
 
     def for_evaluation(self) -> "Loss":
@@ -147,6 +147,7 @@ class FunctionLoss(Loss):
     ) -> None:
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
         self.count = None if count is None else lambda samples: {"loss": count(samples)}
+        self._faults: Sequence[bool] = ()
 
     def for_state(self, state: ParallelState) -> "FunctionLoss":
         if "state" not in signature_of(self.function).parameters:
@@ -158,14 +159,18 @@ class FunctionLoss(Loss):
         total, count = self._sum_and_count(output, samples)
         return Sums({"loss": total * scales["loss"].to(total.dtype)}, count)
 
-    def find_faults(self, output: Any, samples: Samples) -> tuple[bool, bool] | None:
+    def find_faults(self, output: Any, samples: Samples) -> Sequence[bool]:
+        if self._faults:
+            return self._faults
         counts_otherwise = False
         if self.stated_count is not None:
             with torch.no_grad(), accelerator.fork_random(next(iter(samples.values())).device):
                 _, count = self._sum_and_count(output, samples)
             counts_otherwise = float(count) != float(self.stated_count(samples))
         mean = is_mean(self._sum_and_count, output, samples)
-        return (mean or False, counts_otherwise) if counts_otherwise or mean is not None else None
+        if counts_otherwise or mean is not None:
+            self._faults = mean or False, counts_otherwise
+        return self._faults
 
     def _sum_and_count(self, output: Any, samples: Samples) -> tuple[Tensor, Tensor | float]:
         returned = self.function(output, samples)

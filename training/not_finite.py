@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..layers import find_blocks
 from ..parallel_state import ParallelState, PeerFailed, declarations, together
-from ..parallel_state.engine import local_data
+from ..parallel_state.engine import local_data, tensors_in
 from ..system import whole_number
 from .step import Step
 
@@ -112,8 +112,5 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
 
 
 def _all_finite(output: Any) -> bool:
-    if isinstance(output, Tensor):
-        return not output.is_floating_point() or bool(torch.isfinite(output).all())
-    if isinstance(output, (tuple, list)):
-        return all(map(_all_finite, output))
-    return True
+    tensors = (tensor for tensor in tensors_in(output, records=True) if tensor.is_floating_point())
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -76,32 +76,21 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -
     return use_float8(model, scaling)
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class ComputeWeight:
-    """Hold a parameter (the master), its copy, the modules that hold it, and the sum of its gradients."""
+    """Hold a parameter (the master), its copy, and the modules that hold it by which name."""
 
     master: nn.Parameter
     copy: nn.Parameter
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
-    total: Tensor | None = None
 
-    def take_gradient(self, dtype: torch.dtype) -> None:
-        """Add the gradient of the copy to the sum, which is held in ``dtype``."""
-        grad, self.copy.grad = self.copy.grad, None
-        if grad is not None:
-            self.total = grad.to(dtype) if self.total is None else self.total.add_(grad)
 
-    def sum_in_backward(self, dtype: torch.dtype) -> None:
-        """Take the copy's gradient as soon as backward has it."""
-        # Weakly: Python's garbage collection does not see what such a hook holds (torch 2.13), and a model
-        # that hooks of its weights hold would never be freed.
-        weight_of = ref(self)
-
-        def take(_: Tensor) -> None:
-            if weight := weight_of():
-                weight.take_gradient(dtype)
-
-        self.copy.register_post_accumulate_grad_hook(take)
+def add_gradient(copy: Tensor, dtype: torch.dtype) -> None:
+    """Add the gradient of a copy to its ``total``, which is held in ``dtype``."""
+    grad, copy.grad = copy.grad, None
+    if grad is not None:
+        total = vars(copy).get("total")
+        vars(copy)["total"] = grad.to(dtype) if total is None else total.add_(grad)
 
 
 class ComputeWeights(AbstractContextManager["ComputeWeights"]):
@@ -150,8 +139,8 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
         for weight in self._weights:
             for module, leaf in weight.holders:
                 setattr(module, leaf, weight.master)
-            weight.take_gradient(self.precision.reduce)
-            total, weight.total = weight.total, None
+            add_gradient(weight.copy, self.precision.reduce)
+            total = vars(weight.copy).pop("total", None)
             if kind is None and total is not None:
                 master, grad = weight.master, total.to(weight.master.dtype)
                 if master.grad is None:
@@ -167,11 +156,15 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
                 continue
             if master not in weights:
                 copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)
-                weights[master] = weight = ComputeWeight(master, copy)
+                weights[master] = ComputeWeight(master, copy)
                 if self.precision.reduce != self.precision.compute:
                     if not copy.requires_grad:
                         copy.requires_grad_(True)  # torch takes hooks of no other
-                    weight.sum_in_backward(self.precision.reduce)
+                    # A hook that held the model would never be freed: the garbage collection of Python
+                    # does not see what it holds (torch 2.13).
+                    copy.register_post_accumulate_grad_hook(
+                        partial(add_gradient, dtype=self.precision.reduce)
+                    )
             path, _, leaf = name.rpartition(".")
             weights[master].holders.append((modules[path], leaf))
         return [*weights.values()]

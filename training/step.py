@@ -1,7 +1,7 @@
 """Run one step's forward and backward of any model under any loss, in any layout; gradients ready to clip."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -83,9 +83,8 @@ class Step:
         self.stages = Stages(model, self.state, dtype=self.dtype)
         if self.loss.collect is not None and self.state.layout.data > 1:
             _ = self.state.data_group  # every rank makes it; those of the last stage use it
-        #: Of earlier steps: the shapes of samples, and what was found out about the loss.
+        #: The shapes of an earlier step's samples.
         self._shapes: dict[str, torch.Size] = {}
-        self._faulty: Sequence[bool] | None = None
 
     def __call__(self, batch: Any, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
@@ -105,7 +104,7 @@ class Step:
         ``Update`` waits once, and refuses it before it changes anything. So does ``refuse``.
         """
         inputs = self._agree(batch, self.loss, scale)
-        sums = StepSums(self.loss, inputs.scales, self._faulty)
+        sums = StepSums(self.loss, inputs.scales)
         set_auxiliary_scale(self.model, scale / inputs.rows)
         with computing(self.model):
             if inputs.reshaped:
@@ -114,7 +113,6 @@ class Step:
                 self._shapes = shapes
             inputs = self._with_whole_step(inputs, self.loss, self.stages)
             self._backward(inputs, sums)
-        self._faulty = sums.faulty
         parameters = self.gradients.count(unused=re.compile(self.unused or "(?!)").search)
         result, divisor = sums.total(
             self.state, self.device, scale=scale, parameters=parameters, unused=self.unused
@@ -151,7 +149,7 @@ class Step:
         Collective over all ranks.
         """
         inputs = self._agree(batch, loss or self.loss)
-        sums = StepSums(loss or self.loss, inputs.scales, self._faulty)
+        sums = StepSums(loss or self.loss, inputs.scales)
         stages = Stages(self.model, self.state, dtype=self.dtype)  # other shapes may travel than in training
         with computing(self.model):
             if loss is not None:

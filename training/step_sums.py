@@ -126,17 +126,17 @@ class StepResult(NamedTuple):
 
 
 class StepSums:
-    """Add up the sums of a loss. ``faulty``: what was found out about the loss, ``None`` if nothing yet."""
+    """Add up the sums of a loss."""
 
-    def __init__(self, loss: Loss, scales: Scales, faulty: Sequence[bool] | None = None) -> None:
-        self.loss, self.scales, self.faulty = loss, scales, faulty
+    def __init__(self, loss: Loss, scales: Scales) -> None:
+        self.loss, self.scales = loss, scales
         self._sums: list[Sums] = []
+        self._faulty: Sequence[bool] = ()
 
     def add(self, output: Any, samples: Samples) -> Tensor:
         """Return a micro-batch's part of the step's loss, times the loss scale."""
         sums = self.loss(output, samples, self.scales)
-        if self.faulty is None:
-            self.faulty = self.loss.find_faults(output, samples)
+        self._faulty = self.loss.find_faults(output, samples)
         self._sums.append(Sums({name: term.detach() for name, term in sums.terms.items()}, sums.count))
         first, *others = sums.terms.values()
         return sum(others, first)
@@ -159,7 +159,7 @@ class StepSums:
         columns: list[list[Tensor | float]] = [[sums.terms[name] for sums in self._sums] for name in names]
         if loss.count is None:
             columns.append([sums.count for sums in self._sums])
-        columns += [[fault] for fault in self.faulty or [False] * len(loss.faults)]
+        columns += [[fault] for fault in self._faulty or [False] * len(loss.faults)]
         columns = columns if state.counts_here else [[]] * len(columns)
         split = [len(columns) - len(loss.faults), len(columns)]
         if (

@@ -22,9 +22,9 @@ from ...simulation.ledger import PHASES, Ledger
 from ...simulation.rank import axes_of_groups, simulated_rank
 from ...simulation.record import StepRecord
 from ...simulation.waits import WAITS
+from ...training import precision
 from ...training.build import Built, build
 from ...training.own.module import OwnFamily
-from ...training.precision import ComputeWeight
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult
@@ -158,13 +158,13 @@ def _computing_as(kernels: Kernels) -> Iterator[None]:
 @contextmanager
 def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Mark the weights that a rank without FSDP computes with, and their gradients."""
-    take = ComputeWeight.take_gradient
+    add_gradient = precision.add_gradient
 
-    def marked(weight: ComputeWeight, dtype: torch.dtype) -> None:
-        ledger.mark("weights in the dtype of compute", [weight.copy])
-        ledger.mark("gradients", [weight.copy.grad] if weight.copy.grad is not None else [])
-        take(weight, dtype)
-        ledger.mark("gradients", [weight.total] if weight.total is not None else [])
+    def marked(copy: torch.Tensor, dtype: torch.dtype) -> None:
+        ledger.mark("weights in the dtype of compute", [copy])
+        ledger.mark("gradients", [copy.grad] if copy.grad is not None else [])
+        add_gradient(copy, dtype)
+        ledger.mark("gradients", [vars(copy)["total"]] if "total" in vars(copy) else [])
 
-    with mock.patch.object(ComputeWeight, "take_gradient", marked):
+    with mock.patch.object(precision, "add_gradient", marked):
         yield

@@ -24,7 +24,7 @@ from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMA
 from trilith.cli.shared.options import TESTED
 from trilith.data.text.tokenize_files import tokenize as make_token_file
 from trilith.generation import Sampling
-from trilith.generation.request import Request, run_generation
+from trilith.generation.request import Request
 from trilith.machine import measure
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 from trilith.planner.search.new_recipe import new_recipe
@@ -363,7 +363,7 @@ TAKERS = {
     "bench": [measure],
     "chat": [Request, Sampling],
     "convert": [plan_conversion],
-    "generate": [Request, Sampling, run_generation],
+    "generate": [Request, Sampling],
     "new": [new_recipe],
     "tokenize": [make_token_file],
 }

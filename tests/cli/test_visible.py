@@ -161,12 +161,12 @@ def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
     prepared = SimpleNamespace(ids=[[1]], load=lambda state: None)
-    monkeypatch.setattr(generate_run, "run_on_ranks", lambda *words, **how: words[2](prepared, None, "cpu"))
+    ranks = SimpleNamespace(layout=Layout(), run=lambda prepare, work, **how: work(prepared, None, "cpu"))
     monkeypatch.setattr(
         generate_run, "continue_rows", lambda *words, on_text, **how: [*(on_text(HARM) or ())]
     )
     write = partial(say_module.say, nl=False)
-    generate_run.run_generation(Request(Path("hf"), [HARM]), Layout(), words=(), write=write, note=print)
+    generate_run.run_generation(Request(Path("hf"), [HARM]), ranks, write=write)
     assert screen.getvalue() == 2 * visible(HARM) + "\n"
 
 
