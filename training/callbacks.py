@@ -15,7 +15,6 @@ from ..runs.events import Events, last_recipe, plain_recipe, recipe_changes
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.trackers import Tracker, Trackers
 from ..simulation.model_flops import Mfu
-from .learning_rate import rate_change
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -179,8 +178,6 @@ class RunFiles(Callback):
         before = last_recipe(self.events.path) if self.events.path else {}
         if changes := recipe_changes(before, plain):
             self.terminal.say(f"changed in the recipe since the last start: {'; '.join(changes)}")
-        if before and (change := rate_change(recipe, before, start)):
-            self.terminal.say(change)
         checkpoint, progress = resumed
         self.events.note(
             "resumed", start, **facts, checkpoint=checkpoint.name, written_by=str(progress.layout)

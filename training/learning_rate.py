@@ -6,12 +6,11 @@ begins at zero and is one step behind. After the warm-up the curves are those of
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..recipes.checks import decay_steps
-from ..recipes.recipe import Recipe, parse_recipe
+from ..recipes.recipe import Recipe
 from ..system import counted
 
 #: Without a warm-up to take it from, the time scale of the inverse square root, as in transformers.
@@ -97,15 +96,3 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
         shape=wanted.decay_shape,
     )
     return schedule, scaling_note
-
-
-def rate_change(recipe: Recipe, before: Mapping[str, Any], step: int) -> str:
-    """Return a line if the recipe of the last start, as plain data, had another learning rate at ``step``."""
-    try:
-        then = schedule_of(parse_recipe(dict(before)))[0].rate(step)
-    except ValueError:  # of another version, whose keys these are not
-        return ""
-    now = schedule_of(recipe)[0].rate(step)
-    if f"{then:.2e}" == f"{now:.2e}":
-        return ""
-    return f"learning rate of step {step + 1}: {now:.2e}, by the recipe of the last start {then:.2e}"
