@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from statistics import median_low
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ..parallel_state import ParallelState, together
 from ..parallel_state.engine.measuring import Waited, waiting_time
 from ..runs.metrics import StepMetrics
@@ -36,7 +33,6 @@ class Stragglers(Callback):
     def __init__(self, state: ParallelState, *, interval: int, times: float | None, compiled: bool) -> None:
         self._state, self._interval, self._times, self._compiled = state, interval, times, compiled
         self._waited: Waited | None = None
-        self._hosts: list[str] = []
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
@@ -52,21 +48,16 @@ class Stragglers(Callback):
         """Name the slowest rank of a step that was measured, if it is slow; collective in such a step."""
         if self._waited is None:
             return None
-        layout = self._state.layout
-        own = torch.tensor([max(0.0, metrics.seconds - self._waited.seconds)], dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(layout.world)]
-        dist.all_gather(gathered, own)
-        seconds = [float(time) for time in gathered]
-        if not self._hosts:
-            self._hosts = together(socket.gethostname, self._state)
+        layout, own = self._state.layout, max(0.0, metrics.seconds - self._waited.seconds)
+        seconds, hosts = zip(*together(lambda: (own, socket.gethostname()), self._state), strict=True)
         if self._times is None:
-            on_one_host = self._state.device.type == "cpu" and len(set(self._hosts)) == 1
+            on_one_host = self._state.device.type == "cpu" and len(set(hosts)) == 1
             self._times = 0.0 if on_one_host else _SLOW
         stages = [layout.coordinates(rank).pipeline for rank in range(layout.world)]
         rank, times = slowest_of(seconds, stages)
         if not self._times or times <= self._times or seconds[rank] - seconds[rank] / times < _NOISE:
             return None
-        return {"slow_rank": rank, "slow_host": self._hosts[rank], "slow_times": times}
+        return {"slow_rank": rank, "slow_host": hosts[rank], "slow_times": times}
 
 
 def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
