@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..system import BadInput
+from ..system import BadInput, require
 from .shared.options import TESTED
 from .shared.parameters import Range, from_options
 from .shared.say import progress_bar, say
@@ -50,9 +50,8 @@ def bench(
 
     parts = tuple(PARTS) if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
-    if out.is_dir() and any(out.iterdir()):
-        todo = "Name another place with --out"
-        raise BadInput(out, expected="a new folder, or an empty one", found="files in it", todo=todo)
+    fits = not out.is_dir() or not any(out.iterdir())
+    require(fits, out, None, "a new folder, or an empty one", "files in it", "Name another place with --out")
     for folder in out.absolute().parents:
         kinds = kinds_of(folder) if folder.is_dir() else []
         if kinds and kinds != [FolderKind.TOKENS]:  # token files lie where one works

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ..system import BadInput
+from ..system import BadInput, require
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import Place, Range, check_weights_there
 from .shared.say import say
@@ -35,9 +35,8 @@ def diff(
     from ..models import implementation_of
 
     reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
-    if (config or names) and not any(map(any, reading.values())):
-        expected = "a checkpoint of another project among the two"
-        raise BadInput("diff", "--config, --names", expected=expected, found="none")
+    fits = (not config and not names) or any(map(any, reading.values()))
+    require(fits, "diff", "--config, --names", "a checkpoint of another project among the two", "none")
 
     def opened(path: str, like: Source | None = None) -> Source:
         """Open a folder; a Hugging Face folder as the other one says, a checkpoint as it says itself."""

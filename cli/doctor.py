@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system import BadInput
+from ..system import BadInput, require
 from .shared.options import TESTED
 from .shared.parameters import As, Range, check_there
 from .shared.say import say, say_json, table
@@ -54,8 +54,7 @@ def doctor(
     from ..runs.terminal import plain_console
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
-        if not folder.is_dir():
-            raise BadInput(folder, expected="a folder that exists", found="none")
+        require(folder.is_dir(), folder, None, "a folder that exists", "none")
     if exclude or gbits is not None:
         raise BadInput("doctor", "--exclude-faulty and --gbits", expected="--nodes beside them", found="none")
     with plain_console(stderr=True).status("checking") as status:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..system import BadInput, counted, no_garbage_search, usable_cores
+from ..system import BadInput, counted, no_garbage_search, require, usable_cores
 from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
 from .shared.parameters import As, MaybeCount, Range, check_model_there
 from .shared.say import progress_bar, say
@@ -87,19 +87,15 @@ def plan(
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(sequence_length, "--sequence-length") or [None]
     several = len(counts) * len(lengths) > 1
-    if several and write:
-        raise BadInput(
-            "plan", "--write", expected="one number of GPUs and one --sequence-length", found="several"
-        )
+    fits = not several or not write
+    require(fits, "plan", "--write", "one number of GPUs and one --sequence-length", "several")
     if generate and (write or html or lora or tokens):
         expected = "--generate without --write, --html, --lora and --tokens, which are of training"
         raise BadInput("plan", "--generate", expected=expected, found="one of them")
-    if dtype is not None and not generate:
-        todo = "A recipe's compute and dtype are those of training: plan the recipe"
-        raise BadInput("plan", "--dtype", expected="--generate with it", found="training", todo=todo)
+    todo = "A recipe's compute and dtype are those of training: plan the recipe"
+    require(dtype is None or generate, "plan", "--dtype", "--generate with it", "training", todo)
     for option, number in (("--price", price), ("--watts", watts)):
-        if number is not None and tokens is None:
-            raise BadInput("plan", option, expected="--tokens with it", found="no --tokens")
+        require(number is None or tokens is not None, "plan", option, "--tokens with it", "no --tokens")
     if write is not None and html is not None and os.path.realpath(write) == os.path.realpath(html):
         raise BadInput("plan", "--html", expected="another file than --write", found=html)
     if write is not None:

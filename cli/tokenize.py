@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..system import BadInput, counted
+from ..system import BadInput, counted, require
 from .shared.options import INPUTS, JSON_KEY
 from .shared.parameters import As, MaybeCount, Range, check_there, from_options, written
 from .shared.say import byte_progress, say, token_progress
@@ -129,9 +129,8 @@ def tokenize(
     from ..data.text.tokenize_files import tokenize as make_token_file
     from ..data.text.tokenizer_loading import load_tokenizer
 
-    if show and not (chat or chat_template or template_set):
-        raise BadInput("tokenize", "--show", expected="--chat with it", found=show)
     how = Chat.of(chat_template, template_set or []) if chat or chat_template or template_set else None
+    require(how is not None or not show, "tokenize", "--show", "--chat with it", show)
     began = time.perf_counter()
     with token_progress(check_inputs(inputs, chat=how is not None), quiet=quiet) as on_progress:
         work = {"chat": how, "megatron": target is not None, "on_progress": on_progress}

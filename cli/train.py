@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system import BadInput, counted, no_garbage_search
+from ..system import counted, no_garbage_search, require
 from .shared.options import Strict, recipe_names
 from .shared.parameters import As, Overrides, check_recipe_there
 from .shared.say import print_table, say, say_next, table
@@ -75,8 +75,7 @@ def train(
         return
     of_dry = {"--rank": rank, "--exact": exact or None, "--html": html}
     for option, value in of_dry.items():
-        if value is not None:
-            raise BadInput("train", option, expected="--dry-run with it", found="none")
+        require(value is None, "train", option, "--dry-run with it", "none")
 
     from ..training import run
 

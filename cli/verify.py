@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from ..system import BadInput, counted
+from ..system import counted, require
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place, check_weights_there
 from .shared.say import byte_progress, say
@@ -38,9 +38,8 @@ def verify(
 
     if names_tokens(source):
         for option, value in (("--config", config), ("--names", names)):
-            if value is not None:
-                todo = "Leave it out: it is for a checkpoint of another project"
-                raise BadInput("verify", option, expected="none with a token file", found=value, todo=todo)
+            todo = "Leave it out: it is for a checkpoint of another project"
+            require(value is None, "verify", option, "none with a token file", value, todo)
         verify_tokens(source)
         return
     from ..checkpoints import check_model, read_source

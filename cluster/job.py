@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..parallel_state import BadInput, nearest_divisors
+from ..parallel_state import BadInput, nearest_divisors, require
 from ..recipes.recipe import Recipe
 from ..storage.disk import write_whole
 from ..storage.small_files import read_text
@@ -138,18 +138,16 @@ def _name(name: str, system: str) -> str:
 
 
 def _check_limits(job: Job) -> None:
-    if job.minutes is not None and job.warning >= job.minutes:
-        expected = f"fewer minutes than the limit of {job.minutes}"
-        raise BadInput("launch", "--warning", expected=expected, found=job.warning)
+    fits = job.minutes is None or job.warning < job.minutes
+    require(fits, "launch", "--warning", f"fewer minutes than the limit of {job.minutes}", job.warning)
     if (least := job.least_nodes) is not None and not (job.fit and least <= job.nodes):
         expected = f"at most {job.nodes}, the job's nodes" if job.fit else "--fit with it"
         raise BadInput("launch", "--least-nodes", expected=expected, found=least)
     for option, (what, form) in _NAMES.items() if job.system != "slurm" else ():
         value = getattr(job, option)
         for name in [value] if isinstance(value, str) else value or ():
-            if not re.fullmatch(form, name):
-                expected = f"one {what}'s name, as Kubernetes knows it"
-                raise BadInput("launch", f"--{option}", expected=expected, found=repr(name))
+            expected = f"one {what}'s name, as Kubernetes knows it"
+            require(re.fullmatch(form, name), "launch", f"--{option}", expected, repr(name))
 
 
 #: One node's name a line; the Slurm script of ``trilith launch`` reads it.

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..storage.small_files import read_text
 from ..system import counted
 from .job import EXCLUDED_NODES, SYSTEMS, Job
@@ -49,14 +49,12 @@ def pod_values(job: Job) -> dict[str, Any]:
 def _claimed(job: Job) -> str:
     """Return the run's folder as its pods know it, absolute: there the run's part of the claim is mounted."""
     out = posixpath.normpath(job.out)
-    if ":" in out or out.split("/")[0] == "..":
-        expected = "a path without :, not above the working directory, for Kubernetes to mount"
-        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    expected = "a path without :, not above the working directory, for Kubernetes to mount"
+    require(":" not in out and out.split("/")[0] != "..", "launch", "out", expected, repr(job.out))
     folder = PurePosixPath("/", posixpath.join(_WORKING, out).lstrip("/"))
     taken = [PurePosixPath(place) for place in _TAKEN.split()]
-    if any(folder.is_relative_to(place) or place.is_relative_to(folder) for place in taken):
-        expected = f"a folder of the run, neither in nor around {_TAKEN}"
-        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    fits = not any(folder.is_relative_to(place) or place.is_relative_to(folder) for place in taken)
+    require(fits, "launch", "out", f"a folder of the run, neither in nor around {_TAKEN}", repr(job.out))
     return str(folder)
 
 
@@ -121,9 +119,8 @@ def quoted(value: object, place: Place, name: str) -> str:
     texts = [str(part) for part in value] if isinstance(value, list | tuple) else [str(value)]
     key = _ASKED.get(name, f"--{name.replace('_', '-')}")
     for text in texts:
-        if not text or not text.isprintable():
-            expected = "text that can be printed in one line"
-            raise BadInput("launch", key, expected=expected, found=repr(text)[:80])
+        fits = text and text.isprintable()
+        require(fits, "launch", key, "text that can be printed in one line", repr(text)[:80])
         if place == "directive" and (match := _SPECIAL.search(text)):
             expected = "a name that #SBATCH takes, without spaces, quotes, # and \\"
             raise BadInput("launch", key, expected=expected, found=f"{match[0]!r} in {text[:80]!r}")

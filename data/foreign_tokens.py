@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..parallel_state import BadInput, from_os_error
+from ..parallel_state import BadInput, from_os_error, require
 from ..storage.output_places import check_place
 from ..storage.safe_open import open_regular, stat_regular
 from ..storage.small_files import read_text
@@ -55,8 +55,7 @@ def offsets_of_ends(ends: NDArray[np.int64], where: Path) -> NDArray[np.int64]:
         expected = f"an end of at least {offsets[at]}, where the one before it ends"
         raise BadInput(where, f"document {at}", expected=expected, found=offsets[at + 1])
     not_empty: NDArray[np.int64] = offsets[np.concatenate([[True], offsets[1:] > offsets[:-1]])]
-    if len(not_empty) == 1:
-        raise BadInput(where, "documents", expected="at least one with tokens", found="none")
+    require(len(not_empty) != 1, where, "documents", "at least one with tokens", "none")
     return not_empty
 
 
@@ -139,8 +138,7 @@ def datatrove_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.ds"))
-    if not files:
-        raise BadInput(path, expected="a folder with .ds files", found="none in it")
+    require(files, path, None, "a folder with .ds files", "none in it")
     return files
 
 
@@ -152,18 +150,15 @@ def read_datatrove(path: Path) -> ForeignTokens:
     index, metadata, loss = (path.with_name(path.name + end) for end in (".index", ".metadata", ".loss"))
     size = stat_regular(path).st_size
     ends_size = stat_regular(index, todo="Tokenize with save_index=True").st_size
-    if loss.exists():
-        expected = "no mask of the loss: every token is learnt here"
-        todo = "trilith tokenize --chat makes one"
-        raise BadInput(loss, expected=expected, found="one", todo=todo)
+    todo = "trilith tokenize --chat makes one"
+    require(not loss.exists(), loss, None, "no mask of the loss: every token is learnt here", "one", todo)
     if not ends_size or ends_size % 8:
         raise BadInput(index, "size", expected="8 bytes for each document", found=ends_size)
     offsets = offsets_of_ends(np.fromfile(index, dtype="<i8"), index)
     count = int(offsets[-1])
     dtype: Literal["uint16", "uint32"] = "uint16" if size == 2 * count else "uint32"
-    if size not in (2 * count, 4 * count):
-        expected = f"2 or 4 bytes for each of {count} ids, as {index.name} says"
-        raise BadInput(path, "size", expected=expected, found=size, todo="Copy it again")
+    expected = f"2 or 4 bytes for each of {count} ids, as {index.name} says"
+    require(size in (2 * count, 4 * count), path, "size", expected, size, "Copy it again")
     if metadata.exists():
         _check_metadata(read_text(metadata).splitlines(), size // count, count, metadata)
     return ForeignTokens(path, dtype, offsets)
@@ -176,5 +171,4 @@ def _check_metadata(lines: list[str], itemsize: int, count: int, where: Path) ->
         ("bytes of an id", itemsize, bytes_said if bar else str(itemsize)),
         ("ids", count, lines[1] if len(lines) > 1 else "nothing"),
     ):
-        if stored != str(expected):
-            raise BadInput(where, key, expected=f"{expected}, as the other files say", found=stored)
+        require(stored == str(expected), where, key, f"{expected}, as the other files say", stored)

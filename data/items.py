@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..system.user_errors import asked
 from .batches import SampleOrder
 from .mixture import Interleave
@@ -34,8 +34,7 @@ class ItemBatches(SampleOrder):
         self._fingerprints, self.sequence_length = [known for _, known in sources], sequence_length
         for source in self._sources:
             length = asked(lambda source=source: len(source), key, "a data set with a length")
-            if length < 1:
-                raise BadInput("recipe", key, expected="a data set with at least one item", found="none")
+            require(length >= 1, "recipe", key, "a data set with at least one item", "none")
             lengths.append(length)
         interleave = Interleave(weights or [float(length) for length in lengths])
         super().__init__(interleave, lengths, global_batch, seed)

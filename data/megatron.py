@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..storage.safe_open import open_regular, stat_regular
 from .foreign_tokens import ForeignTokens, offsets_of_ends
 from .token_index import TokenPaths, little_endian
@@ -57,9 +57,8 @@ def read_megatron(prefix: Path) -> ForeignTokens:
         raise BadInput(where, f"sequence {at}", expected="mode 0, text", found=mode)
     itemsize = little_endian(dtype).itemsize
     end = _check_sequences(lengths, pointers, itemsize, where)
-    if tokens != end * itemsize:
-        expected = f"{end * itemsize} bytes, {end} ids of {itemsize} bytes, as {where.name} says"
-        raise BadInput(paths.tokens, "size", expected=expected, found=tokens, todo="Copy it again")
+    expected = f"{end * itemsize} bytes, {end} ids of {itemsize} bytes, as {where.name} says"
+    require(tokens == end * itemsize, paths.tokens, "size", expected, tokens, "Copy it again")
     return ForeignTokens(paths.tokens, dtype, _offsets(documents, pointers, itemsize, end, where))
 
 
@@ -70,21 +69,18 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
         magic = "the older format of cached data sets" if old else repr(header[: len(_MAGIC)])
         todo = "Preprocess the text again, with today's Megatron or with trilith tokenize" if old else ""
         raise BadInput(where, "magic", expected=f"{_MAGIC!r}, Megatron's index", found=magic, todo=todo)
-    if len(header) < _HEADER.size:
-        expected = f"at least {_HEADER.size} bytes, a whole header"
-        raise BadInput(where, "size", expected=expected, found=len(header), todo="Copy it again")
+    expected = f"at least {_HEADER.size} bytes, a whole header"
+    require(len(header) >= _HEADER.size, where, "size", expected, len(header), "Copy it again")
     _, version, code, sequences, bounds = _HEADER.unpack(header)
-    if version != 1:
-        raise BadInput(where, "version", expected=1, found=version)
+    require(version == 1, where, "version", 1, version)
     dtype = next((name for name, known in _CODES.items() if known == code), None)
     if dtype is None:
         type_name = _TYPES[code] if code < len(_TYPES) else f"code {code}"
         raise BadInput(
             where, "type of the ids", expected="uint16 or int32", found=type_name, todo="Tokenize again"
         )
-    if sequences == 0 or bounds < 2:
-        counts = f"{sequences} sequences, {bounds} bounds of documents"
-        raise BadInput(where, expected="at least one sequence and two bounds", found=counts)
+    actual = f"{sequences} sequences, {bounds} bounds of documents"
+    require(sequences and bounds >= 2, where, None, "at least one sequence and two bounds", actual)
     return dtype, sequences, bounds
 
 
@@ -128,9 +124,8 @@ def check_for_megatron(vocab_size: int, *, chat: bool) -> None:
     if chat:
         expected, chats = "text: it learns every token", "conversations, of which some tokens are learnt"
         raise BadInput("tokenize", "--to megatron", expected=expected, found=chats)
-    if vocab_size > 2**31:
-        expected = "a vocabulary of at most 2**31: its ids are int32"
-        raise BadInput("tokenize", "--to megatron", expected=expected, found=vocab_size)
+    fits = vocab_size <= 2**31
+    require(fits, "tokenize", "--to megatron", "a vocabulary of at most 2**31: its ids are int32", vocab_size)
 
 
 def write_megatron_index(file: IO[bytes], offsets: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
@@ -151,8 +146,7 @@ def parse_blend(words: Sequence[str], where: object) -> tuple[list[str], list[fl
     As in Megatron, words in pairs are weights and prefixes if every first word is a number. ``None``: no
     weights are given.
     """
-    if not words:
-        raise BadInput(where, "data path", expected="at least one prefix", found="none")
+    require(words, where, "data path", "at least one prefix", "none")
     weights = [_weight(word) for word in words[::2]]
     if len(words) % 2 or all(weight is None for weight in weights):
         return [*words], None

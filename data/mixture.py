@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..parallel_state import BadInput
+from ..parallel_state import require
 
 #: The longest period. Weights that have no common denominator up to it are rounded to multiples of its
 #: inverse.
@@ -48,14 +48,11 @@ class Interleave:
 
 def _shares(weights: Sequence[float]) -> list[int]:
     """Whole numbers in the proportion of the weights, rounded where the period is the longest."""
-    if not weights:
-        raise BadInput("mixture", expected="at least one source", found="none")
-    if len(weights) > LONGEST_PERIOD:
-        raise BadInput("mixture", "sources", expected=f"at most {LONGEST_PERIOD}", found=len(weights))
+    require(weights, "mixture", None, "at least one source", "none")
+    require(len(weights) <= LONGEST_PERIOD, "mixture", "sources", f"at most {LONGEST_PERIOD}", len(weights))
     for weight in weights:
-        if not (math.isfinite(weight) and weight > 0):
-            expected = "a number above 0"
-            raise BadInput("mixture", "weight", expected=expected, found=weight, todo="Leave the source out")
+        fits = math.isfinite(weight) and weight > 0
+        require(fits, "mixture", "weight", "a number above 0", weight, "Leave the source out")
     # As written: 0.7 means 7/10, and not the binary fraction next to it.
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layers import IGNORE
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from .packing import one_a_row, pack
 from .token_file import TokenFile
 
@@ -45,10 +45,9 @@ class WindowRows:
     def __init__(self, file: TokenFile, length: int, *, separate: bool) -> None:
         self.file, self.length, self.separate = file, length, separate
         self.fingerprint = f"separate documents of {file.fingerprint}" if separate else file.fingerprint
-        if len(self) == 0:
-            expected = f"at least {length + 1}, one sequence of {length} and its last label"
-            todo = "Add text or shorten sequence_length"
-            raise BadInput(file.paths.tokens, "tokens", expected=expected, found=len(file.tokens), todo=todo)
+        expected = f"at least {length + 1}, one sequence of {length} and its last label"
+        todo = "Add text or shorten sequence_length"
+        require(len(self), file.paths.tokens, "tokens", expected, len(file.tokens), todo)
 
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
@@ -97,10 +96,8 @@ class SampleRows:
         if long.any():
             self.fingerprint += f", {overlong} at {length}"
         keep = np.flatnonzero(~long & (places > 0) if overlong == "drop" else places > 0)
-        if not keep.size:
-            expected = f"some samples of 2 to {length + 1} tokens"
-            todo = "Raise sequence_length"
-            raise BadInput(file.paths.tokens, "samples", expected=expected, found="none", todo=todo)
+        expected = f"some samples of 2 to {length + 1} tokens"
+        require(keep.size, file.paths.tokens, "samples", expected, "none", "Raise sequence_length")
         self._places = np.minimum(places, length)
         if packed:
             rows = pack(self._places[keep], length)

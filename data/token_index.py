@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from ..parallel_state import BadInput, from_validation
+from ..parallel_state import BadInput, from_validation, require
 from ..storage.safe_open import read_small, stat_regular
 from ..storage.small_files import read_json
 from ..storage.strict_json import StrictRecord, shown
@@ -107,8 +107,7 @@ class TokenPaths:
     def of(cls, path: str | Path) -> Self:
         """Make it from the name, or from the path of any of the files."""
         path = Path(path)
-        if path.name in ("", ".."):
-            raise BadInput(path, expected="the name of a token file", found="a folder")
+        require(path.name not in ("", ".."), path, None, "the name of a token file", "a folder")
         suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
         return cls.named(path.with_name(path.name.removesuffix(suffix)))
 
@@ -135,9 +134,8 @@ def read_index(path: Path) -> TokenIndex:
         index = TokenIndex.model_validate(content)
     except ValidationError as error:
         raise from_validation(path, error) from None
-    if index.vocab_size > 2**16 and index.dtype == "uint16":
-        expected = f"uint32 for a vocabulary of {index.vocab_size}"
-        raise BadInput(path, "dtype", expected=expected, found=index.dtype)
+    fits = index.vocab_size <= 2**16 or index.dtype != "uint16"
+    require(fits, path, "dtype", f"uint32 for a vocabulary of {index.vocab_size}", index.dtype)
     index.check_seal(path)
     return index
 
@@ -151,9 +149,7 @@ def _check_there(index: Path) -> None:
     if TokenPaths.named(name).megatron.is_file():
         words = [str(name), "--from", "megatron", "--out", str(name)]
     command = shlex.join(["trilith", "tokenize", *words])
-    if not name.exists():
-        todo = f"Make it with: {command}"
-        raise BadInput(name, expected="a token file", found=f"no {index.name}", todo=todo)
+    require(name.exists(), name, None, "a token file", f"no {index.name}", f"Make it with: {command}")
     kind = "a folder" if name.is_dir() else "another file"
     raise BadInput(name, expected="a token file", found=kind, todo=f"Tokenize its text first: {command}")
 
@@ -161,8 +157,7 @@ def _check_there(index: Path) -> None:
 def check_size(path: Path, size: int, meaning: str) -> None:
     """Refuse a file of another size."""
     actual = _size_of(path)
-    if actual != size:
-        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
+    require(actual == size, path, "size", f"{size} bytes: {meaning}", actual)
 
 
 def read_sums(paths: TokenPaths, index: TokenIndex) -> tuple[Sums, Sums]:
@@ -178,8 +173,7 @@ def read_sums(paths: TokenPaths, index: TokenIndex) -> tuple[Sums, Sums]:
     check_size(path, size, f"{tokens + targets} checksums")
     content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()
-    if digest != index.sums_sha256:
-        raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
+    require(digest == index.sums_sha256, path, "sha256", f"{index.sums_sha256}, as the index says", digest)
     sums = np.frombuffer(content, dtype="<u4")
     return sums[:tokens], sums[tokens:]
 
@@ -189,8 +183,7 @@ def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
     number of tokens.
     """
     size, longest = _size_of(path), 8 * (index.documents + 1) + 4096
-    if size > longest:
-        raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
+    require(size <= longest, path, "size", f"at most {longest} bytes", size)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != index.documents_sha256:
@@ -201,8 +194,7 @@ def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
         raise BadInput(path, expected="an array of int64", found="something else") from error
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.dtype("<i8"):
         raise BadInput(path, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
-    if offsets.shape != (index.documents + 1,):
-        raise BadInput(path, "shape", expected=(index.documents + 1,), found=offsets.shape)
+    require(offsets.shape == (index.documents + 1,), path, "shape", (index.documents + 1,), offsets.shape)
     if offsets[0] != 0 or offsets[-1] != index.tokens:
         bounds = f"{offsets[0]} to {offsets[-1]}"
         raise BadInput(path, "bounds", expected=f"0 to {index.tokens}", found=bounds)
@@ -216,14 +208,12 @@ def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
 def _size_of(path: Path) -> int:
     """Return the size of a regular, non-empty file without opening it: a pipe would block for ever."""
     size = stat_regular(path).st_size
-    if size == 0:
-        raise BadInput(path, expected="content", found="an empty file")
+    require(size, path, None, "content", "an empty file")
     return size
 
 
 def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> None:
     """Refuse a tokenizer or tokens with ids that the model has no rows for. A smaller vocabulary is fine."""
-    if vocab_size > model_vocab_size:
-        expected = f"at most {model_vocab_size}, the model's"
-        todo = "Raise the model's vocab_size or use the model's own tokenizer"
-        raise BadInput(where, "vocab_size", expected=expected, found=vocab_size, todo=todo)
+    fits = vocab_size <= model_vocab_size
+    todo = "Raise the model's vocab_size or use the model's own tokenizer"
+    require(fits, where, "vocab_size", f"at most {model_vocab_size}, the model's", vocab_size, todo)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..storage.disk import writing
 from ..storage.small_files import Journal
 from ..storage.staging import Staging
@@ -128,12 +128,10 @@ class TokenWriter:
         assert (targets is None) == (self._template is None), "targets belong to chat sets, and to all of one"
         if not ids.size:
             return
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise BadInput(self._paths.tokens, "ids", expected="whole numbers", found=ids.dtype)
+        require(np.issubdtype(ids.dtype, np.integer), self._paths.tokens, "ids", "whole numbers", ids.dtype)
         for extreme in (ids.min(), ids.max()):
-            if not 0 <= extreme < self._vocab_size:
-                expected = f"0 to {self._vocab_size - 1}"
-                raise BadInput(self._paths.tokens, "id", expected=expected, found=extreme)
+            fits = 0 <= extreme < self._vocab_size
+            require(fits, self._paths.tokens, "id", f"0 to {self._vocab_size - 1}", extreme)
         self._write("tokens", np.ascontiguousarray(ids, dtype=self._dtype))
         self._write("lengths", np.ascontiguousarray(lengths))
         if targets is not None:

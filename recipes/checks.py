@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..layers import routers
 from ..models import Family, ModelConfig, published_size
-from ..parallel_state import BadInput, Layout, nearest_multiples
+from ..parallel_state import BadInput, Layout, nearest_multiples, require
 from ..pipeline import check_recomputation, check_schedule, schedule_kind
 from ..system import counted
 from .section import OptimizerSection
@@ -32,8 +32,7 @@ class Rule(NamedTuple):
 def check_rules(rules: Iterable[Rule], where: str) -> None:
     """Raise ``BadInput`` for the first rule that is broken."""
     for rule in rules:
-        if rule.broken:
-            raise BadInput(where, rule.key, expected=rule.expected, found=rule.actual, todo=rule.todo)
+        require(not rule.broken, where, rule.key, rule.expected, rule.actual, rule.todo)
 
 
 def check_recipe(recipe: Recipe, where: str) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator
 from ..layers import PinnedBackend, Scaling
 from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
-from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation
+from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation, require
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
@@ -178,16 +178,13 @@ def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the data, changed by overrides."""
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
+        require(equals and key, "override", override, "key=value, such as data.global_batch=64")
         *names, last = key.strip().split(".")
-        if len(names) >= DEEPEST:
-            raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
+        require(len(names) < DEEPEST, "override", f"{key[:40]}…", f"at most {DEEPEST} levels", "more")
         section = raw
         for name in names:
             section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise BadInput("override", key, expected="a section", found=f"{name}={literal(section)}")
+            require(isinstance(section, dict), "override", key, "a section", f"{name}={literal(section)}")
         section[last] = _value(text.strip(), key)
     return raw
 
@@ -197,8 +194,7 @@ def _value(text: str, key: str) -> Any:
         values = parse_toml(f"v = {text}", "override")
     except BadInput:
         return text
-    if len(values) > 1:
-        raise BadInput("override", key, expected="one key's value", found=f"{len(values)} keys")
+    require(len(values) <= 1, "override", key, "one key's value", f"{len(values)} keys")
     return values["v"]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..parallel_state.engine import accelerator
 from ..storage.disk import write_whole, writing
 from ..storage.file_names import BROKEN, set_aside_name
@@ -64,9 +64,8 @@ class StepMetrics:
                 expected = "a name that no figure of the step has yet"
                 raise BadInput(by, name, expected=expected, found="one that has", todo="Choose another name")
             if name not in self.__slots__:
-                if not isinstance(figure, int | float):
-                    todo = "Return a Python number, such as float(tensor)"
-                    raise BadInput(by, name, expected="a number", found=type(figure).__name__, todo=todo)
+                todo = "Return a Python number, such as float(tensor)"
+                require(isinstance(figure, int | float), by, name, "a number", type(figure).__name__, todo)
                 own[name] = figure
         known = {name: figure for name, figure in figures.items() if name not in own}
         return replace(self, **known, own=own or None)

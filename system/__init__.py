@@ -11,6 +11,7 @@ one line each, ``BadInput`` among them.
 
 from .addresses import address_of as address_of
 from .errors import BadInput as BadInput
+from .errors import require as require
 from .garbage import manual_gc as manual_gc
 from .garbage import no_garbage_search as no_garbage_search
 from .garbage import search_garbage_rarely as search_garbage_rarely

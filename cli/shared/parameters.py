@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import typer
 from typer.models import ParameterInfo
 
-from ...system import BadInput, address_of
+from ...system import BadInput, address_of, require
 from .options import model_names, recipe_names
 
 
@@ -134,8 +134,7 @@ _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
     """Raise ``BadInput`` for a path where nothing is. Whether an address will do is found out later."""
-    if address_of(name) is None and not os.path.lexists(name):
-        raise BadInput(name, expected=expected, found=f"no such {kind}")
+    require(address_of(name) is not None or os.path.lexists(name), name, None, expected, f"no such {kind}")
 
 
 def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
@@ -163,11 +162,9 @@ def check_recipe_there(recipe: str | Path) -> None:
     if str(recipe) in names:
         return
     todo = "" if Path(recipe).suffix == ".toml" else f"These come with trilith: {', '.join(names)}"
-    if not os.path.lexists(recipe):
-        raise BadInput(recipe, expected="a recipe", found="no such file", todo=todo)
-    if os.path.isdir(recipe):
-        todo = f'A recipe trains the model in it: model = {{ init_from = "{recipe}" }}'
-        raise BadInput(recipe, expected="a recipe, a TOML file", found="a folder", todo=todo)
+    require(os.path.lexists(recipe), recipe, None, "a recipe", "no such file", todo)
+    todo = f'A recipe trains the model in it: model = {{ init_from = "{recipe}" }}'
+    require(not os.path.isdir(recipe), recipe, None, "a recipe, a TOML file", "a folder", todo)
 
 
 def check_model_there(model: str) -> None:

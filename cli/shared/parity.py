@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ...checkpoints import check_whole, read_source
 from ...layers import IGNORE, routers
 from ...models import Link
-from ...parallel_state import BadInput, Box, Layout
+from ...parallel_state import BadInput, Box, Layout, require
 from ...pipeline import check_schedule
 from ...runs.launch import check_local
 from ...storage.file_names import CONFIG
@@ -49,15 +49,13 @@ def check(question: Question) -> None:
         raise BadInput(question.folder, expected=expected, found="a checkpoint of trilith", todo=todo)
     source.family.declarations(source.model_config, layout, split=question.split)
     most = source.model_config.max_position_embeddings
-    if question.length > most:
-        raise BadInput("parity", "--sequence-length", expected=f"at most {most}", found=question.length)
+    require(question.length <= most, "parity", "--sequence-length", f"at most {most}", question.length)
     if question.samples * question.length > MOST_TOKENS:
         expected = f"at most {counted(MOST_TOKENS // question.length, 'row')} of {question.length:,} tokens"
         raise BadInput("parity", "--samples", expected=expected, found=f"{question.samples:,}")
     each, rest = divmod(question.samples, layout.data)
-    if rest or each < layout.pipeline:
-        expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
-        raise BadInput("parity", "--samples", expected=expected, found=question.samples)
+    expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
+    require(not rest and each >= layout.pipeline, "parity", "--samples", expected, question.samples)
     check_schedule(question.schedule, layout, each, "parity")
     layout.check_length(question.length, "parity", "--sequence-length")
 

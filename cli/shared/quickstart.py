@@ -20,7 +20,7 @@ from ...data.text.tokenizer_training import train_tokenizer
 from ...data.token_writer import TokenWriter
 from ...generation import generate
 from ...layers import gather_logits
-from ...parallel_state import BadInput, PeerFailed
+from ...parallel_state import PeerFailed, require
 from ...runs.metrics import read_metrics
 from ...storage.output_places import check_place
 from ...system import counted
@@ -43,10 +43,7 @@ def standard_library(limit: int) -> Iterator[str]:
         left -= len(text)
         if text:
             yield text
-    if left == limit:
-        raise BadInput(
-            root, expected="the sources of Python's standard library", found="no readable .py file"
-        )
+    require(left != limit, root, None, "the sources of Python's standard library", "no readable .py file")
 
 
 VOCABULARY, LENGTH, STEPS = 2000, 96, 100
@@ -94,10 +91,8 @@ class Quickstart:
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:
         check_place(out)
-        if out.exists() and any(out.iterdir()):
-            raise BadInput(
-                out, expected="a new or an empty folder", found="files in it", todo="Give another --out"
-            )
+        fits = not out.exists() or not any(out.iterdir())
+        require(fits, out, None, "a new or an empty folder", "files in it", "Give another --out")
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.say = out, say
         self.checks: list[Check] = []

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.small_files import read_text
 from ...system import counted
 from ..token_file import TokenFile
@@ -44,9 +44,8 @@ class Chat:
         variables = {}
         for setting in settings:
             name, equals, value = setting.partition("=")
-            if not equals or not name.isidentifier():
-                expected = "name=value, such as enable_thinking=false"
-                raise BadInput("--template-set", setting, expected=expected)
+            fits = equals and name.isidentifier()
+            require(fits, "--template-set", setting, "name=value, such as enable_thinking=false")
             variables[name] = value
         return Chat(template, tuple(sorted(variables.items())))
 
@@ -82,15 +81,8 @@ class ChatTemplate:
             for name, value in (variables or {}).items()
         }
         for name in self.variables:
-            if re.search(rf"\b{name}\b", self.text) is None:
-                todo = "Look there how it is spelt, or leave it out"
-                raise BadInput(
-                    self._where,
-                    "--template-set",
-                    expected="a name in the chat template",
-                    found=name,
-                    todo=todo,
-                )
+            used, todo = re.search(rf"\b{name}\b", self.text), "Look there how it is spelt, or leave it out"
+            require(used, self._where, "--template-set", "a name in the chat template", name, todo)
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = {*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)}
         if not self._tokenizer.is_fast:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.small_files import read_json
 from ...system import OverLimit, bounded
 
@@ -64,9 +64,8 @@ def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
     for batch in file.iter_batches(batch_size=rows, columns=columns):
         done += batch.num_rows
         yield batch.to_pylist(), size * done // total
-    if done != file.metadata.num_rows:
-        expected = f"{file.metadata.num_rows:,}, as its footer says"
-        raise BadInput(path, "rows", expected=expected, found=f"{done:,}")
+    fits = done == file.metadata.num_rows
+    require(fits, path, "rows", f"{file.metadata.num_rows:,}, as its footer says", f"{done:,}")
 
 
 def _rows_at_once(metadata: Any, columns: list[str]) -> int:
@@ -109,6 +108,5 @@ def dataset_files(folder: Path) -> list[Path]:
             folder / "state.json", "_data_files", expected="a list of file names", found="something else"
         ) from error
     for file in files:
-        if not file.is_file():
-            raise BadInput(file, expected="a file that state.json names", found="nothing there")
+        require(file.is_file(), file, None, "a file that state.json names", "nothing there")
     return files

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.safe_open import stat_regular
 from ...storage.strict_json import SAVE_AS_UTF8, parse_object, what_it_looks_like
 from .parquet_and_arrow import dataset_files, need, read_rows
@@ -60,8 +60,7 @@ def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
 
     A chat set has records: running text is refused.
     """
-    if not paths:
-        raise BadInput("input", expected="at least one file", found="none")
+    require(paths, "input", None, "at least one file", "none")
     total = 0
     for path in paths:
         if path.is_dir():
@@ -215,10 +214,9 @@ def _cut(stream: BinaryIO, size: int, end: Callable[[bytes], int], path: Path) -
             buffer, length = buffer[cut:], size
         else:
             length = len(buffer)  # double, so that a long document is not searched over and over
-        if len(buffer) > LARGEST_DOCUMENT:
-            expected = f"at most {LARGEST_DOCUMENT} bytes"
-            todo = "Split the file, or its paragraphs with --split-paragraphs"
-            raise BadInput(path, "document", expected=expected, found="a longer one", todo=todo)
+        fits = len(buffer) <= LARGEST_DOCUMENT
+        todo = "Split the file, or its paragraphs with --split-paragraphs"
+        require(fits, path, "document", f"at most {LARGEST_DOCUMENT} bytes", "a longer one", todo)
     if buffer:
         yield buffer
 

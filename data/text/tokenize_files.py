@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...parallel_state import BadInput, PeerFailed
+from ...parallel_state import BadInput, PeerFailed, require
 from ...storage.output_places import check_place
 from ...system import check_workers
 from ...system.machine import usable_cores
@@ -235,10 +235,8 @@ def tokenize(
 def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) -> int | None:
     """Return the tokens that each document begins with."""
     if chat is not None:
-        if bos is not None:
-            option = "--bos" if bos else "--no-bos"
-            expected = "neither --bos nor --no-bos: the template decides"
-            raise BadInput("--chat", expected=expected, found=option)
+        actual = "--bos" if bos else "--no-bos"
+        require(bos is None, "--chat", None, "neither --bos nor --no-bos: the template decides", actual)
         return None
     if bos and loaded.bos_id is None:
         raise BadInput(where, "bos", expected="a begin of sequence token", found="none", todo="Use --no-bos")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage import DECIDE_IDS, VOCABULARIES
 from ...storage.file_names import CONFIG
 from ...storage.files_beside_weights import COMPANIONS
@@ -77,20 +77,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir():
         return FolderTokenizer(path)
     expected = "a SentencePiece .model file or a tokenizer folder"
-    if not path.exists():
-        raise BadInput(path, expected=expected, found="nothing there")
-    if path.suffix != ".model":
-        todo = "Give the folder that holds it" if path.suffix == ".json" else ""
-        raise BadInput(path, expected=expected, found=f"a file that ends in {path.suffix!r}", todo=todo)
+    require(path.exists(), path, None, expected, "nothing there")
+    todo = "Give the folder that holds it" if path.suffix == ".json" else ""
+    require(path.suffix == ".model", path, None, expected, f"a file that ends in {path.suffix!r}", todo)
     return _SentencePieceTokenizer(path)
 
 
 def check_length(text: str, where: object = "text") -> None:
     """Refuse a text that is too long to be tokenized whole."""
-    if len(text) > LARGEST_TEXT:
-        expected = f"at most {LARGEST_TEXT:,} characters"
-        todo = "Split it; a text file into its paragraphs with --split-paragraphs"
-        raise BadInput(where, "document", expected=expected, found=f"{len(text):,}", todo=todo)
+    fits = len(text) <= LARGEST_TEXT
+    todo = "Split it; a text file into its paragraphs with --split-paragraphs"
+    require(fits, where, "document", f"at most {LARGEST_TEXT:,} characters", f"{len(text):,}", todo)
 
 
 def check_text(text: str, where: str) -> None:
@@ -167,15 +164,13 @@ class FolderTokenizer:
         for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
                 size = stat_regular(file).st_size
-                if size > LARGEST_FILE:
-                    raise BadInput(file, expected=f"at most {LARGEST_FILE:,} bytes", found=f"{size:,}")
+                require(size <= LARGEST_FILE, file, None, f"at most {LARGEST_FILE:,} bytes", f"{size:,}")
         self.backend = _auto_tokenizer(path)
         # Added tokens may leave holes, so the largest id counts and not how many there are.
         vocabulary = self.backend.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.byte_ids = frozenset(vocabulary[byte] for byte in _BYTES if byte in vocabulary)
-        if not self.vocab_size:
-            raise BadInput(path, "vocabulary", expected="at least one token", found="none")
+        require(self.vocab_size, path, "vocabulary", "at least one token", "none")
         self.bos_id = _id_or_none(self.backend.bos_token_id)
         self.eos_id = _id_or_none(self.backend.eos_token_id)
         # Ask with a text, not with "": if bos and eos are one token, that token could be the end of "".
@@ -201,9 +196,8 @@ class FolderTokenizer:
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
 
     def chat(self, messages: list[Message]) -> list[int]:
-        if not self.backend.chat_template:
-            todo = "Put chat_template.jinja beside the tokenizer, or generate from a plain --prompt"
-            raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none", todo=todo)
+        todo = "Put chat_template.jinja beside the tokenizer, or generate from a plain --prompt"
+        require(self.backend.chat_template, self.path, "chat_template", "one, for a chat", "none", todo)
         text = self.apply_template(messages, self.path, tokenize=False, add_generation_prompt=True)
         ids: list[int] = self.encode_written(text)["input_ids"]
         return ids

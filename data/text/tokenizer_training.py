@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.disk import Disk
 from ...storage.output_places import check_output
 from ...storage.small_files import read_text
@@ -51,9 +51,8 @@ def train_tokenizer(
     or fit it, or the folder exists and is not empty. Source: Kudo and Richardson, SentencePiece, 2018.
     """
     folder = Path(folder)
-    if not 260 <= vocab_size <= MOST_IDS:
-        expected = f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}"
-        raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
+    fits = 260 <= vocab_size <= MOST_IDS
+    require(fits, "tokenizer", "vocab_size", f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}", vocab_size)
     check_output(folder, apart=True)
     template = None if chat_template is None else read_text(chat_template)
     _write(folder, _train(texts, vocab_size), template)

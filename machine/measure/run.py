@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...runs.launch import NO_GPU, no_gpu
 from ...runs.report.html import folded, table, whole_page
 from ...storage.disk import Disk
@@ -98,8 +98,7 @@ def measure(
 def check_parts(only: Iterable[str]) -> None:
     """Refuse the name of a part that does not exist."""
     for name in only:
-        if name not in PARTS:
-            raise BadInput("bench", "--only", expected=f"parts among {', '.join(PARTS)}", found=name)
+        require(name in PARTS, "bench", "--only", f"parts among {', '.join(PARTS)}", name)
 
 
 def machine_facts(device: str | None = None) -> dict[str, Any]:
@@ -107,8 +106,7 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
 
     GPUs are asked in a process of its own, which gives their memory back.
     """
-    if device not in (None, "cpu", "cuda"):
-        raise BadInput("bench", "--device", expected="cpu or cuda", found=device)
+    require(device in (None, "cpu", "cuda"), "bench", "--device", "cpu or cuda", device)
     here = in_ranks(gpus, 1, {}, seconds=120.0).result
     names = here.get("names", [])
     if device == "cuda" and not names:

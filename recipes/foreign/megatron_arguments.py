@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...storage.safe_open import open_regular
 from ...storage.small_files import read_json
 from ...system import literal, whole_number
@@ -55,9 +55,8 @@ def arguments_of(words: Sequence[str]) -> Arguments:
     Raises ``BadInput`` for words without a program or without arguments.
     """
     programs = [at for at, word in enumerate(words) if word.endswith(".py")]
-    if not programs or not any(word.startswith("--") for word in words[programs[0] :]):
-        expected = "a .py file and arguments after it"
-        raise BadInput(COMMAND, expected=expected, found=" ".join(words)[:60] or "nothing")
+    fits = programs and any(word.startswith("--") for word in words[programs[0] :])
+    require(fits, COMMAND, None, "a .py file and arguments after it", " ".join(words)[:60] or "nothing")
     launcher, paths = dict(_flags(words[: programs[0]])), settings_of("megatron")["paths"].split()
     raw, unsure = {key: launcher[key] for key in _TORCHRUN if key in launcher}, list[str]()
     for key, value in _flags(words[programs[0] + 1 :]):
