@@ -91,9 +91,9 @@ def _layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> Non
         micro_batch = rows // (data * (accumulation or 1)) or 1
     draft.set("data.micro_batch", micro_batch or 1)
     unit = (micro_batch or 1) * data
-    if rows and (rows % unit or (accumulation and rows != unit * accumulation)):
-        expected = f"micro-batches of {micro_batch} x {accumulation or 'some'} steps x {data} data ranks"
-        raise config.bad("train_batch_size", expected, rows)
+    fits = not rows or rows == unit * (accumulation or rows // unit)
+    expected = f"micro-batches of {micro_batch} x {accumulation or 'some'} steps x {data} data ranks"
+    config.require(fits, "train_batch_size", expected, rows)
     draft.set_or_blank("data.global_batch", rows or (micro_batch and unit * (accumulation or 1)))
     if context > 1:
         draft.set("layout.context", context, ULYSSES)
@@ -162,8 +162,7 @@ def _peak(params: ForeignConfig, draft: RecipeDraft, kind: str, rate: float | No
 def _memory(config: ForeignConfig, draft: RecipeDraft) -> None:
     zero = config.section("zero_optimization")
     stage = zero.whole("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise zero.bad("stage", "0, 1, 2 or 3", stage)
+    zero.require(stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3", stage)
     draft.set("layout.zero", stage)
     for key in ("offload_param", "offload_optimizer"):
         device = zero.section(key).one_of("device", ("none", "cpu", "nvme")) or "none"
@@ -175,8 +174,7 @@ def _memory(config: ForeignConfig, draft: RecipeDraft) -> None:
         draft.set_offload()
     shard, data = zero.whole("mics_shard_size", -1, least=-1) or -1, draft.values["layout.data"]
     if shard > 0 and stage and data > shard:
-        if data % shard:
-            raise zero.bad("mics_shard_size", f"a divisor of the {data} data ranks", shard)
+        zero.require(data % shard == 0, "mics_shard_size", f"a divisor of the {data} data ranks", shard)
         draft.set("layout.data_replicate", data // shard, f"MiCS: replicas of {shard} shards each")
     if "activation_checkpointing" in config.raw:
         draft.set("memory.checkpointing", "full", "the section says how; that it is done, the model's code")

@@ -89,15 +89,13 @@ def _zero(config: ForeignConfig, draft: RecipeDraft, data: int) -> None:
     distributed, fsdp = config.flag("use_distributed_optimizer"), config.flag("use_megatron_fsdp")
     stage = _STRATEGIES[strategy] if fsdp else int(distributed)
     if config.flag("use_torch_fsdp2"):
-        if fsdp:
-            raise config.bad("use_torch_fsdp2", "one of use_torch_fsdp2 and use_megatron_fsdp", "both")
+        config.require(not fsdp, "use_torch_fsdp2", "one of use_torch_fsdp2 and use_megatron_fsdp", "both")
         stage = 3
     draft.set("layout.zero", stage, "the distributed optimizer" if stage == 1 and distributed else "")
     replicas = config.whole("num_distributed_optimizer_instances", 1, least=1) or 1
     if replicas > 1 and stage:
-        if data % replicas:
-            expected = f"a divisor of the {data} data ranks"
-            raise config.bad("num_distributed_optimizer_instances", expected, replicas)
+        expected = f"a divisor of the {data} data ranks"
+        config.require(data % replicas == 0, "num_distributed_optimizer_instances", expected, replicas)
         draft.set("layout.data_replicate", replicas)
     if config.flag("optimizer_cpu_offload"):
         draft.set_offload()
@@ -109,17 +107,15 @@ def _virtual(config: ForeignConfig, draft: RecipeDraft, pipeline: int) -> None:
     if (blocks := config.whole("num_layers_per_virtual_pipeline_stage", least=1)) is not None:
         layers = config.whole("num_layers", 0) or 0
         computed, rest = divmod(layers, pipeline * blocks)
-        if rest:
-            expected = f"a divisor of num_layers={layers} / pipeline_model_parallel_size={pipeline}"
-            raise config.bad("num_layers_per_virtual_pipeline_stage", expected, blocks)
-        if stages not in (None, computed):  # Megatron stores both
-            expected = f"{computed}, with {blocks} blocks a stage"
-            raise config.bad("num_virtual_stages_per_pipeline_rank", expected, stages)
+        expected = f"a divisor of num_layers={layers} / pipeline_model_parallel_size={pipeline}"
+        config.require(not rest, "num_layers_per_virtual_pipeline_stage", expected, blocks)
+        same, expected = stages in (None, computed), f"{computed}, with {blocks} blocks a stage"
+        config.require(same, "num_virtual_stages_per_pipeline_rank", expected, stages)  # Megatron stores both
         stages = computed
     if stages is None or stages == 1:
         return
-    if pipeline == 1:
-        raise config.bad("pipeline_model_parallel_size", f"at least 2 with {stages} stages a rank", 1)
+    expected = f"at least 2 with {stages} stages a rank"
+    config.require(pipeline > 1, "pipeline_model_parallel_size", expected, pipeline)
     draft.set("layout.schedule", "interleaved")
     draft.set("layout.virtual_stages", stages)
 
@@ -131,9 +127,8 @@ def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
         draft.miss("micro_batch_size", None, "Megatron has no default: taken as 1")
         micro_batch = 1
     rows = config.whole("global_batch_size", least=1) or micro_batch * data
-    if rows % (micro_batch * data):
-        expected = f"a multiple of micro_batch_size={micro_batch} x {data} data ranks"
-        raise config.bad("global_batch_size", expected, rows)
+    expected = f"a multiple of micro_batch_size={micro_batch} x {data} data ranks"
+    config.require(rows % (micro_batch * data) == 0, "global_batch_size", expected, rows)
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", rows)
     draft.set_or_blank("data.sequence_length", config.whole("seq_length", least=1))
@@ -163,8 +158,8 @@ def _steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -
     wsd_decay = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
     fraction = config.number("lr_warmup_fraction")
     style = config.one_of("lr_decay_style", _SCHEDULES) or "linear"
-    if fraction is not None and warmup:
-        raise config.bad("lr_warmup_fraction", "this or a number of iterations or samples", "both")
+    alone = fraction is None or not warmup
+    config.require(alone, "lr_warmup_fraction", "this or a number of iterations or samples", "both")
     if steps is None:
         draft.blank("steps")
     elif decay is not None and decay > steps and style != "constant":
@@ -206,8 +201,7 @@ def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, wsd_decay: int
 def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
     dtype = half_dtype(config, "fp16", fp16=config.flag("fp16"), bf16=config.flag("bf16"))
     if config.value("fp8"):
-        if dtype == "float16":
-            raise config.bad("fp8", "bf16 beside it", "fp16")
+        config.require(dtype != "float16", "fp8", "bf16 beside it", "fp16")
         dtype = "float8"
         if (scaling := config.text("fp8_recipe") or "delayed") != "tensorwise":
             draft.miss("fp8_recipe", scaling, "scales are made from the numbers at hand, one a tensor")

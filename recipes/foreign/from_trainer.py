@@ -141,8 +141,7 @@ def _schedule(
 def _warmup(config: ForeignConfig, draft: RecipeDraft, steps: int | None, kind: str) -> None:
     """Translate the warm-up; ``warmup_steps`` below 1 is a share of the run, as ``warmup_ratio`` is."""
     warmup, share = config.number("warmup_steps") or 0.0, config.number("warmup_ratio") or 0.0
-    if share > 1:
-        raise config.bad("warmup_ratio", "a share of the steps, from 0 to 1", share)
+    config.require(share <= 1, "warmup_ratio", "a share of the steps, from 0 to 1", share)
     if 0 < warmup < 1:
         warmup, share = 0.0, warmup
     if kind == "constant":

@@ -33,8 +33,7 @@ def read_sizes(config: ForeignConfig) -> Sizes:
     section = config.section("parallelism_config")
     names = ("tp_size", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size")
     tensor, context, ulysses, shard, replicate = (section.whole(name, least=1) or 1 for name in names)
-    if context > 1 and ulysses > 1:
-        raise section.bad("sp_size", f"1 with cp_size={context}", ulysses)
+    section.require(1 in (context, ulysses), "sp_size", f"1 with cp_size={context}", ulysses)
     return Sizes(tensor, max(context, ulysses), shard, replicate)
 
 
@@ -88,8 +87,7 @@ def fsdp(config: ForeignConfig, draft: RecipeDraft, ranks: int) -> None:
     if reshard is not None and draft.values.get("layout.zero", 3) == 3:
         stages: dict[str, int] = {**_STAGES, "true": 3, "false": 2}
         name = str(reshard).lower()
-        if name not in stages:
-            raise section.bad("reshard_after_forward", "true or false", reshard)
+        section.require(name in stages, "reshard_after_forward", "true or false", reshard)
         draft.set("layout.zero", stages[name], "reshard_after_forward" if name == "false" else "")
     if any(not is_off(_either(section, key)) for key in ("cpu_offload", "offload_params")):
         draft.set("memory.offload", True)

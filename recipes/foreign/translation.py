@@ -184,8 +184,7 @@ class ForeignConfig:
         self, key: str, default: int | None = None, *, least: int = 0, most: float = LARGEST
     ) -> int | None:
         value = self.number(key, default, least=least, most=most)
-        if value is not None and value != int(value):
-            raise self.bad(key, "a whole number", value)
+        self.require(value is None or value == int(value), key, "a whole number", value)
         return None if value is None else int(value)
 
     def flag(self, key: str) -> bool:
@@ -197,8 +196,7 @@ class ForeignConfig:
     def one_of(self, key: str, known: Iterable[str]) -> str | None:
         """Return the text, which must be one of those that are known."""
         text = self.text(key)
-        if text is not None and text not in known:
-            raise self.bad(key, " or ".join(known), text)
+        self.require(text is None or text in known, key, " or ".join(known), text)
         return text
 
     def _of_type(self, kind: type[Setting], key: str, expected: str) -> Setting | None:
@@ -211,8 +209,7 @@ class ForeignConfig:
         """Return the object under ``key``; an empty one if there is none."""
         self._read.add(key)
         value = self.raw.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.bad(key, "an object", value)
+        self.require(value is None or isinstance(value, dict), key, "an object", value)
         if key not in self._sections:
             self._sections[key] = ForeignConfig(value or {}, self.where, self.path(key), self.autos)
         return self._sections[key]
@@ -243,6 +240,11 @@ class ForeignConfig:
     def bad(self, key: str, expected: str, actual: Any) -> BadInput:
         return BadInput(self.where, self.path(key), expected=expected, found=_short(actual))
 
+    def require(self, holds: object, key: str, expected: str, actual: Any) -> None:
+        """Raise ``BadInput`` about a key unless something ``holds``."""
+        if not holds:
+            raise self.bad(key, expected, actual)
+
 
 def is_off(value: Any) -> bool:
     """Tell whether a value turns a setting off: null, false, zero, empty, "no", or an object with enabled:
@@ -260,8 +262,7 @@ def _short(value: Any) -> str:
 
 def half_dtype(config: ForeignConfig, key: str, *, fp16: bool, bf16: bool) -> str | None:
     """Return the data type that mixed precision computes in, if it is on; refuse ``key`` if both are."""
-    if fp16 and bf16:
-        raise config.bad(key, "fp16 or bf16", "both")
+    config.require(not (fp16 and bf16), key, "fp16 or bf16", "both")
     return "float16" if fp16 else "bfloat16" if bf16 else None
 
 
