@@ -1,7 +1,6 @@
 """Run one measurement in processes of its own: whatever ends them, the caller gets a line that says so."""
 
 import json
-import math
 import os
 import signal
 import tempfile
@@ -14,6 +13,7 @@ import torch
 
 from ..ranks import RankError, run_fresh
 from ..ranks.pickling import FunctionName
+from ..runs.metrics import finite
 from ..storage.small_files import read_json
 from ..system import quiet_libraries, usable_cores, whole_number
 from ..system.process_end import leave
@@ -68,12 +68,3 @@ def _work(work: FunctionName, options: dict[str, Any], folder: str, threads: int
     if os.environ["RANK"] == "0":
         Path(folder, "result.json").write_text(json.dumps(finite(result), allow_nan=False), encoding="utf-8")
     leave(0)
-
-
-def finite(value: Any) -> Any:
-    """Return plain data with ``None`` for each number that is not finite, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -101,7 +101,8 @@ class StepLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self._file.write(log_line(_finite(line)) + "\n")
+            known = {name: figure for name, figure in line.items() if figure is not None}
+            self._file.write(log_line(finite(known)) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -124,13 +125,13 @@ def _replace(path: Path, lines: list[str]) -> None:
     write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
-def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in line.items() if value is not None}
-    odd = {key for key, value in known.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {
-        key: _finite(value) if isinstance(value, Mapping) else None if key in odd else value
-        for key, value in known.items()
-    }
+def finite(value: Any) -> Any:
+    """Return plain data with ``None`` for each number that is not finite, which JSON cannot express."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,10 +16,11 @@ import torch
 
 from ...parallel_state import BadInput, require
 from ...runs.launch import NO_GPU, no_gpu
+from ...runs.metrics import finite
 from ...runs.report.html import folded, table, whole_page
 from ...storage.disk import Disk
 from ...system.machine import memory_available
-from ..child import finite, in_ranks
+from ..child import in_ranks
 from ..doctor.checks import diagnose
 from ..facts import Finding, gpus, host
 from ..random_files import write_tokens
