@@ -1,17 +1,16 @@
 """Write the model card of an exported folder: its base, the recipe that trained it, its licence."""
 
-import json
 import re
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from ...checkpoints import Source
 from ...recipes.recipe import Recipe
 from ...recipes.recipe_text import commented_recipe
-from ...recipes.section import sections_of
 from ...runs.events import last_recipe
 from ...storage.safe_open import read_small
 
@@ -42,7 +41,7 @@ def model_card(source: Source, *, base: str | None = None) -> str:
     lines += [f"- Base: {_last_name(base) if base else 'none named: from scratch, or see the source'}"]
     lines += [f"- Licence: {licence or 'not stated here; that of the base and of the data applies'}"]
     if recipe:
-        settings = commented_recipe(_changed(recipe, Recipe)).strip()
+        settings = commented_recipe(_changed(recipe)).strip()
         lines += [f"- Recipe, as far as it differs from the defaults:\n\n```toml\n{settings}\n```"]
     return "\n".join(lines) + "\n"
 
@@ -55,22 +54,19 @@ def _recipe_of(checkpoint: Path) -> dict[str, Any]:
     return {}
 
 
-def _changed(settings: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the settings of a section that differ from the defaults, the run's folder apart."""
-    sections = sections_of(model)
-    defaults = {field.alias or name: field.get_default() for name, field in model.model_fields.items()}
-    changed: dict[str, Any] = {}
-    for key, setting in settings.items():
-        section = sections.get(key)
-        if section is not None and isinstance(setting, dict):
-            if (inner := _changed(setting, section)) or defaults[key] is None:
-                changed[key] = inner
-        elif key != "out" and json.dumps(setting) != json.dumps(defaults.get(key), default=str):
-            changed[key] = _public(setting)
-    return changed
+def _changed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, the run's folder apart; all of a recipe that this
+    version does not know.
+    """
+    with suppress(ValidationError):
+        recipe = Recipe.model_validate(settings)
+        settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {key: _public(setting) for key, setting in settings.items() if key != "out"}
 
 
 def _public(setting: Any) -> Any:
+    if isinstance(setting, dict):
+        return {key: _public(entry) for key, entry in setting.items()}
     if isinstance(setting, list):
         return [_public(entry) for entry in setting]
     return _last_name(setting) if isinstance(setting, str) else setting
