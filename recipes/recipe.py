@@ -15,22 +15,9 @@ from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from ..system import literal
+from . import sections
 from .checks import check_recipe, compile_rules
-from .section import LossScaleSection, OptimizerSection, PathText, Wait, nearest, nearest_key
-from .sections import (
-    CheckpointSection,
-    DataSection,
-    DebugSection,
-    EvaluationSection,
-    ExpertsSection,
-    LayoutSection,
-    LoraSection,
-    LossSection,
-    MemorySection,
-    ModelSection,
-    Section,
-    WatchSection,
-)
+from .section import LossScaleSection, OptimizerSection, PathText, Section, Wait, nearest, nearest_key
 
 #: The recipes that come with trilith lie beside this file.
 _SHIPPED = Path(__file__).parent
@@ -76,29 +63,29 @@ class Recipe(Section):
     """loss scaling, for compute = float16"""
     log_every: int = Field(default=10, ge=1)
     """steps between progress lines on the terminal"""
-    model: ModelSection
+    model: sections.ModelSection
     """the model: pretrained weights, a config to start from scratch, or a module of your own"""
-    loss: LossSection | None = None
+    loss: sections.LossSection | None = None
     """the loss of a module of your own"""
-    lora: LoraSection | None = None
+    lora: sections.LoraSection | None = None
     """LoRA: train adapters and leave the model as it is"""
-    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
+    layout_section: sections.LayoutSection = Field(default=sections.LayoutSection(), alias="layout")
     """number of ranks along each parallel axis"""
-    data: DataSection
+    data: sections.DataSection
     """the token files or samples of your own, and the size of rows and batches"""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its learning-rate schedule"""
-    experts: ExpertsSection | None = None
+    experts: sections.ExpertsSection | None = None
     """load balancing of mixture-of-experts models"""
-    memory: MemorySection = MemorySection()
+    memory: sections.MemorySection = sections.MemorySection()
     """trade time for memory"""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     """when and how checkpoints are saved"""
-    evaluation: EvaluationSection | None = None
+    evaluation: sections.EvaluationSection | None = None
     """evaluation of the loss on held-out tokens"""
-    watch: WatchSection = WatchSection()
+    watch: sections.WatchSection = sections.WatchSection()
     """further measurements to write while training"""
-    debug: DebugSection = DebugSection()
+    debug: sections.DebugSection = sections.DebugSection()
     """extra checks while training; they slow the run"""
 
     @field_validator("dtype", "compute", "reduce", mode="before")
@@ -198,7 +185,7 @@ def _value(text: str, key: str) -> Any:
     return values["v"]
 
 
-def read_config(section: ModelSection) -> dict[str, Any]:
+def read_config(section: sections.ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch; refuse a key, written in the recipe,
     that the family does not know.
     """

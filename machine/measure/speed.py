@@ -15,14 +15,7 @@ from ...parallel_state import Layout, ParallelState
 from ...runs.launch import process_group
 from ...system import counted
 from ..facts import smi
-from .blocks import (
-    AGAIN,
-    added_by,
-    block_seconds,
-    collective_seconds,
-    exchange_figures,
-    operator_seconds,
-)
+from . import blocks
 from .timing import Figures, median_seconds
 
 
@@ -39,13 +32,13 @@ def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[st
         "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
         "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
         "operator of one number: us": lambda: launch_seconds(here) * 1e6,
-        "operator in a block: us": lambda: operator_seconds(here, rounds) * 1e6,
+        "operator in a block: us": lambda: blocks.operator_seconds(here, rounds) * 1e6,
         "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
     }
     if here.type == "cpu":  # a GPU works while the host goes on
-        for mode in AGAIN:
+        for mode in blocks.AGAIN:
             name = f"checkpointing {mode}, for an operator: us"
-            work[name] = partial(lambda mode: added_by(here, rounds, mode) * 1e6, mode)
+            work[name] = partial(lambda mode: blocks.added_by(here, rounds, mode) * 1e6, mode)
     if here.type == "cuda":
         work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
     if ranks == 1:
@@ -133,13 +126,13 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
         figures["all-reduce of 4 KiB: us"] = alone * 1e6
         if device == "cpu":
             ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
-            modes: tuple[Checkpointing, ...] = ("none", *AGAIN)
-            alone_in = {mode: block_seconds(here, rounds, mode) for mode in modes}
+            modes: tuple[Checkpointing, ...] = ("none", *blocks.AGAIN)
+            alone_in = {mode: blocks.block_seconds(here, rounds, mode) for mode in modes}
             for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
                 for mode, block in alone_in.items():
-                    seconds = collective_seconds(ranks, rounds, mode, alone=block)
+                    seconds = blocks.collective_seconds(ranks, rounds, mode, alone=block)
                     figures[f"{name}, checkpointing {mode}: us"] = seconds * 1e6
-            figures |= exchange_figures(world, figures, rounds)
+            figures |= blocks.exchange_figures(world, figures, rounds)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:
         figures["NVLink, one direction: GB/s"] = link
