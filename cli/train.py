@@ -135,24 +135,20 @@ def _dry_run(
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(load_recipe(recipe, overrides), rank)
         if exact or page is not None:
-            from ..planner.search import Worker
-            from ..planner.search.exact_memory import (
-                exact_line,
-                kinds_of_bytes,
-                largest_holders,
-                make_step_page,
-            )
+            from ..planner.search import Worker, exact_memory
             from ..runs.terminal import plain_console
 
             shown = planned.rank
             simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
             with closing(Worker()) as worker, simulating:
                 record = worker.simulate(planned.recipe, shown.rank)
-            say(f"exact          {exact_line(record, shown.memory.total)}")
-            print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds_of_bytes(record)))
-            print_table(_table("the largest holders", *largest_holders(record)))
+            say(f"exact          {exact_memory.exact_line(record, shown.memory.total)}")
+            kinds = exact_memory.kinds_of_bytes(record)
+            print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds))
+            print_table(_table("the largest holders", *exact_memory.largest_holders(record)))
             if page is not None:
-                page.write_text(make_step_page(recipe.stem, record, shown.memory.total), encoding="utf-8")
+                text = exact_memory.make_step_page(recipe.stem, record, shown.memory.total)
+                page.write_text(text, encoding="utf-8")
     if html is not None:
         say(f"page           {html}")
     for note in planned.notes:

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..checkpoints.hugging_face.writer import (
-    MAX_SHARD_SIZE,
-    open_file,
-    plan_shards,
-    write_config_and_index,
-)
+from ..checkpoints.hugging_face import writer
 from ..data.token_writer import TokenWriter
 from ..models import family_of
 from ..parallel_state import Box
@@ -33,7 +28,11 @@ def _pool() -> torch.Tensor:
 
 
 def write_hf_folder(
-    folder: Path, config: Mapping[str, Any], *, dtype: str = "F32", max_shard_size: int = MAX_SHARD_SIZE
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "F32",
+    max_shard_size: int = writer.MAX_SHARD_SIZE,
 ) -> int:
     """Write a new folder as transformers would save it; return the bytes of its weights.
 
@@ -45,8 +44,8 @@ def write_hf_folder(
     pool = _pool()
     folder.mkdir(parents=True)
     spec = {name: (dtype, shape) for name, shape in shapes.items()}
-    shards = plan_shards(spec, max_shard_size)
-    files = [open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
+    shards = writer.plan_shards(spec, max_shard_size)
+    files = [writer.open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
     file_of = {name: file for file in files for name in file.entries}
     for number, (name, shape) in enumerate(shapes.items()):
         flat, at, begin = torch.empty(torch.Size(shape).numel(), dtype=TORCH[dtype]), 0, -number % len(pool)
@@ -56,15 +55,15 @@ def write_hf_folder(
             at, begin = at + len(piece), 0
         file_of[name].write(name, Box.whole(shape), flat.view(shape))
     size = sum(file.close().size for file in files)
-    write_config_and_index(folder, family.to_hf(family.from_hf(config)), files)
+    writer.write_config_and_index(folder, family.to_hf(family.from_hf(config)), files)
     return size
 
 
 def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:
     """Write a token file of random ids."""
-    with TokenWriter(name, vocab_size=vocab_size) as writer:
-        writer.add(np.random.default_rng(seed).integers(0, vocab_size, count))
-        writer.commit()
+    with TokenWriter(name, vocab_size=vocab_size) as tokens:
+        tokens.add(np.random.default_rng(seed).integers(0, vocab_size, count))
+        tokens.commit()
     return name
 
 
