@@ -4,87 +4,27 @@ The only position is the step. Everything else follows from (seed, step) and the
 micro-batches are made one by one, ahead in a thread.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from copy import copy
 from typing import Any, Generic, Self, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.engine import accelerator
 from .batch import Batch, BatchParts
-from .mixture import Interleave
 from .rows import Documents, Overlong, Samples, rows_of
-from .shuffle import ids_at, piece_of, positions_of
+from .sample_order import Interleave, SampleOrder, piece_of
 from .token_file import TokenFile
 
 Made = TypeVar("Made")
 #: Rows whose labels are counted at once: a bound of memory.
 _COUNTED_AT_ONCE = 2**16
-
-
-class SampleOrder(ABC):
-    """Say which sample each row of a step is: the same for any number of data ranks.
-
-    An epoch gives each sample of a source once, in an order of its own. If a step needs more than the epoch
-    has left, the next epoch follows in the same batch. ``lengths``: number of samples of each source.
-    """
-
-    sequence_length: int
-
-    def __init__(self, interleave: Interleave, lengths: Sequence[int], global_batch: int, seed: int) -> None:
-        self._interleave, self._lengths = interleave, lengths
-        self.global_batch, self.seed = global_batch, seed
-
-    def resized(self, global_batch: int) -> Self:
-        """Return the same rows in the same order, in batches of another size."""
-        other = copy(self)
-        other.global_batch = global_batch
-        return other
-
-    @property
-    def samples(self) -> int:
-        """Return the number of different rows over all sources."""
-        return sum(self._lengths)
-
-    def described(self, steps: int) -> str:
-        """Return in words how many rows there are, and how often a run of so many steps takes each."""
-        drawn, period = steps * self.global_batch, self._interleave.period
-        pairs = zip(self._interleave.shares, self._lengths, strict=True)
-        epochs = sorted(drawn * share / period / length for share, length in pairs)
-        sources = f" of {len(epochs)} sources" if epochs[1:] else ""
-        rows = "row" if self.samples == 1 else "rows"
-        ends = [f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in (epochs[0], epochs[-1])]
-        span = " to ".join(dict.fromkeys(ends))
-        return f"{self.samples:,} {rows}{sources}, {span} {'epoch' if span == '1' else 'epochs'}"
-
-    @abstractmethod
-    def rows(self, step: int, rows: range) -> Batch | dict[str, Tensor]:
-        """Return these rows, which follow one another, of the global batch of ``step``."""
-
-    def sample_ids(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each of these rows, the number of its source and its number in that source."""
-        sources, draws = self._interleave.locate(positions_of(step, self.global_batch, rows))
-        ids = np.empty_like(draws)
-        for source in np.unique(sources):
-            here = sources == source
-            ids[here] = ids_at(draws[here], self._lengths[source], self.seed, stream=int(source))
-        return sources, ids
-
-    def _shared(self, fingerprints: Sequence[str]) -> str:
-        """Return what a manifest keeps of several sources: what each is, and its share."""
-        if len(fingerprints) == 1:
-            return fingerprints[0]
-        shares = zip(self._interleave.shares, fingerprints, strict=True)
-        return " + ".join(f"{share}/{self._interleave.period} of {each}" for share, each in shares)
 
 
 class GlobalBatches(SampleOrder):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, require
 from ..system.user_errors import asked
-from .batches import SampleOrder
-from .mixture import Interleave
+from .sample_order import Interleave, SampleOrder
 
 
 class ItemBatches(SampleOrder):

@@ -4,14 +4,11 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..layers import IGNORE
 from ..parallel_state import BadInput, require
-from .packing import one_a_row, pack
+from .packing import Ids, one_a_row, pack
 from .token_file import TokenFile
-
-Ids = NDArray[np.int64]
 
 #: Settings for the documents in a window of text.
 Documents = Literal["joined", "separate"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..ranks import RankError, run_fresh
-from ..ranks.pickling import FunctionName
+from ..ranks.messages import FunctionName
 from ..runs.metrics import finite
 from ..storage.small_files import read_json
 from ..system import quiet_libraries, usable_cores, whole_number

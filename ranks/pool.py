@@ -14,8 +14,7 @@ from typing import Any, Literal, Self, cast
 
 from ..system import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
-from .messages import LEAVE, READY, Call, Raised
-from .pickling import FunctionName, pack, unpack, unpack_exception
+from .messages import LEAVE, READY, Call, FunctionName, Raised, pack, unpack, unpack_exception
 from .processes import Process, Rendezvous, silent_ranks, templates
 
 #: Seconds that the other ranks get to answer once one has failed, and that all get to leave their group.

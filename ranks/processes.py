@@ -18,8 +18,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from .failures import RankFailure
-from .messages import LIFE, READY, Setting
-from .pickling import pack, unpack
+from .messages import LIFE, READY, Setting, pack, unpack
 
 #: Seconds for a process to start and import torch, on a laptop with all cores busy.
 START = 180.0

@@ -31,8 +31,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..system import format_warning, search_garbage_rarely
 from ..system.process_end import end
-from .messages import LEAVE, LIFE, READY, Call, Raised, Setting
-from .pickling import pack, pack_exception, unpack
+from .messages import LEAVE, LIFE, READY, Call, Raised, Setting, pack, pack_exception, unpack
 
 #: The number of modules when a call last left new ones behind.
 _imported = 0

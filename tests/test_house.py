@@ -83,7 +83,7 @@ READERS = {
 #: Files that may load a pickle, and why: of what a user names, only the last loads any, and imports nothing.
 UNPICKLERS = {
     "parallel_state/collective_errors.py": "an error of this very process, to see whether it can be sent",
-    "ranks/pickling.py": "messages between the processes of a test",
+    "ranks/messages.py": "messages between the processes of a test",
     "storage/torch_archive/pickle_records.py": "finds classes of its own alone, and imports nothing",
 }
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"}

@@ -15,7 +15,7 @@ import torch
 
 from ..data.batch import BatchParts
 from ..data.batches import GlobalBatches
-from ..data.shuffle import piece_of
+from ..data.sample_order import piece_of
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
 from ..generation.command import Ranks, Weights

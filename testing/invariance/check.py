@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...checkpoints import differences, read_source
 from ...parallel_state import Layout
-from ...ranks.pickling import FunctionName, pack
+from ...ranks.messages import FunctionName, pack
 from ...training import FunctionLoss, Loss
 from ..layouts import on_ranks
 from .run import Trial, run_trial

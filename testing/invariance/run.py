@@ -22,7 +22,7 @@ from ...parallel_state import (
     initialize,
 )
 from ...parallel_state.engine import local_data
-from ...ranks.pickling import FunctionName, unpack
+from ...ranks.messages import FunctionName, unpack
 from ...training.precision import Precision
 from ...training.samples import Samples, shard_batch
 from ...training.step import Step

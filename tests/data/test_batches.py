@@ -17,7 +17,7 @@ from support.token_files import batch_at, write_token_file
 from trilith.data import Batch
 from trilith.data.batch import BatchParts
 from trilith.data.batches import GlobalBatches, MicroBatches, Prefetch
-from trilith.data.shuffle import ids_at, positions_of
+from trilith.data.sample_order import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
 from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens

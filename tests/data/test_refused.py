@@ -11,9 +11,8 @@ from support.refusals import Refused, refusals
 from support.token_files import batch_at, change_index, write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
-from trilith.data.mixture import LONGEST_PERIOD, Interleave
 from trilith.data.rows import SampleRows
-from trilith.data.shuffle import piece_of
+from trilith.data.sample_order import LONGEST_PERIOD, Interleave, piece_of
 from trilith.data.text.chat_formats import conversation_of
 from trilith.data.token_index import check_vocabulary
 from trilith.data.token_writer import TokenWriter

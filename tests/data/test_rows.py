@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from support.draws import drawn
 from support.token_files import write_token_file
 from trilith.data.batches import GlobalBatches
-from trilith.data.mixture import LONGEST_PERIOD, Interleave
 from trilith.data.packing import pack
 from trilith.data.rows import SampleRows, WindowRows
-from trilith.data.shuffle import ids_at, permute, positions_of
+from trilith.data.sample_order import LONGEST_PERIOD, Interleave, ids_at, permute, positions_of
 from trilith.layers import IGNORE
 
 samples = st.lists(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from trilith.parallel_state import Layout, ParallelState
-from trilith.ranks.pickling import FunctionName
+from trilith.ranks.messages import FunctionName
 from trilith.ranks.processes import Rendezvous
 from trilith.testing import RankError, run_parallel
 

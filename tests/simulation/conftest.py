@@ -1,7 +1,7 @@
 """Run what needs the simulated device in processes of their own: torch cannot forget the device again."""
 
 import pytest
-from trilith.ranks.pickling import FunctionName
+from trilith.ranks.messages import FunctionName
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
-from trilith.data.shuffle import piece_of
+from trilith.data.sample_order import piece_of
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter

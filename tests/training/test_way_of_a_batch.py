@@ -22,8 +22,7 @@ ROOMS = ("layers/", "models/", "parallel_state/")
 
 #: Files that a step also enters, and why the drawing leaves them out.
 HELPERS = {
-    "data/mixture.py": "numbers: from which token file a row is",
-    "data/shuffle.py": "numbers: which row of its file comes next",
+    "data/sample_order.py": "numbers: which row of which token file comes next",
     "data/token_file.py": "reads the ids of a row",
     "data/token_sums.py": "compares bytes that are read with their checksums",
     "training/optimizer.py": "sets the learning rate",
