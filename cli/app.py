@@ -22,7 +22,7 @@ from ..system.standard_streams import drop_output, name_standard_output, pass_an
 from .errors import INTERRUPTED, explain, write_error
 from .plan import plan
 from .plan_explain import plan_explain, topics
-from .shared.aliases import COMMANDS_OF_OTHERS, FORMER_COMMANDS, what_to_type, with_own_names
+from .shared.options import COMMANDS_OF_OTHERS, FORMER_COMMANDS, what_to_type, with_own_names
 from .shared.parameters import declared, help_text
 
 #: The commands by their groups in the help: each a function in the file of its name. Heavy imports belong

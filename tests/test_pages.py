@@ -30,7 +30,7 @@ from support.pages import (
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from trilith.checkpoints import Manifest, convert
 from trilith.cli.app import COMMANDS, run
-from trilith.cli.shared.aliases import FORMER_COMMANDS
+from trilith.cli.shared.options import FORMER_COMMANDS
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer.main
 from trilith.cli.app import GROUPS, make_app
-from trilith.cli.shared.aliases import ALIASES
+from trilith.cli.shared.options import ALIASES
 from typer.main import get_command_name
 
 EXAMPLES = "Examples:\n"

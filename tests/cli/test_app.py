@@ -20,8 +20,7 @@ from trilith.checkpoints import plan_conversion
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.shared import options
-from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, with_own_names
-from trilith.cli.shared.options import TESTED
+from trilith.cli.shared.options import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, TESTED, with_own_names
 from trilith.data.text.tokenize_files import tokenize as make_token_file
 from trilith.generation import Sampling
 from trilith.generation.request import Request

@@ -16,7 +16,7 @@ import typer.main
 from commands_page import every_command
 from recipe_page import SECTIONS
 from trilith.cli.app import make_app
-from trilith.cli.shared.aliases import FORMER_COMMANDS
+from trilith.cli.shared.options import FORMER_COMMANDS
 
 ROOT = Path(trilith.__path__[0]).resolve()
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
