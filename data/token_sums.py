@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, require
 from ..storage.crc import crc32
 
 #: Bytes with one checksum: less than what a system reads ahead, so that checking reads little more.
@@ -80,8 +80,7 @@ class CheckedFile:
             part = self.read(start, start + 2**22)
             progress(part.nbytes)
             digest.update(np.ascontiguousarray(part).data)
-        if digest.hexdigest() != sha256:
-            raise BadInput(self.path, "sha256", expected=sha256, found=digest.hexdigest())
+        require(digest.hexdigest() == sha256, self.path, "sha256", sha256, digest.hexdigest())
 
     def _check(self, block: int) -> None:
         checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)

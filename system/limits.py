@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from .errors import BadInput
+from .errors import require
 from .process_info import own_memory
 
 #: For each core, and on a machine with few cores. Tests of layouts run many more ranks than there are cores.
@@ -106,19 +106,13 @@ def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
     ``most_at_once()`` processes.
     """
     most = most_at_once() if devices is None else devices
-    if ranks > most:
-        what = "processes" if devices is None else "CUDA devices, one for each rank"
-        cpu = "" if devices is None else ', or say device = "cpu"'
-        raise BadInput(
-            "ranks of this machine",
-            expected=f"at most {most:,} {what}",
-            found=f"{ranks:,}",
-            todo=f"Start them on several hosts with torchrun, or ask for a smaller layout{cpu}",
-        )
+    what = "processes" if devices is None else "CUDA devices, one for each rank"
+    cpu = "" if devices is None else ', or say device = "cpu"'
+    todo = f"Start them on several hosts with torchrun, or ask for a smaller layout{cpu}"
+    require(ranks <= most, "ranks of this machine", None, f"at most {most:,} {what}", f"{ranks:,}", todo)
 
 
 def check_workers(workers: int, where: str) -> None:
     """Raise ``BadInput``, naming ``where``, for no worker, or more than this machine should start."""
-    if not 1 <= workers <= most_at_once():
-        expected = f"from 1 to {most_at_once():,} on this machine"
-        raise BadInput(where, "workers", expected=expected, found=f"{workers:,}")
+    most = most_at_once()
+    require(1 <= workers <= most, where, "workers", f"from 1 to {most:,} on this machine", f"{workers:,}")

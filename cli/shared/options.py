@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ...system import BadInput, whole_number
+from ...system import BadInput, require, whole_number
 
 
 def _refuse_passing_over(strict: bool) -> None:
@@ -99,9 +99,8 @@ def parse_amount(text: str, option: str, *, least: float = 1e-12) -> float:
     """Parse ``70B``, ``15T``, ``989e12`` or ``0.4`` to a number; otherwise ``BadInput`` names ``option``."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)([KMBT]?)", text.strip())
     number = float(match[1]) * _POWERS[match[2]] if match else -1.0
-    if not least <= number <= 1e30:
-        expected = f"a number from {least:g} to 1e30, such as 0.4, 989e12, 70B or 15T"
-        raise BadInput(option, expected=expected, found=_short(text))
+    expected = f"a number from {least:g} to 1e30, such as 0.4, 989e12, 70B or 15T"
+    require(least <= number <= 1e30, option, None, expected, _short(text))
     return number
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...parallel_state import BadInput, require
+from ...parallel_state import require
 from ...runs.launch import NO_GPU, no_gpu
 from ...runs.metrics import finite
 from ...runs.report.html import folded, table, whole_page
@@ -110,8 +110,7 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
     require(device in (None, "cpu", "cuda"), "bench", "--device", "cpu or cuda", device)
     here = in_ranks(gpus, 1, {}, seconds=120.0).result
     names = here.get("names", [])
-    if device == "cuda" and not names:
-        raise BadInput("bench", "--device", expected="a GPU that torch sees", found=no_gpu(), todo=NO_GPU)
+    require(device != "cuda" or names, "bench", "--device", "a GPU that torch sees", no_gpu(), NO_GPU)
     device = device or ("cuda" if names else "cpu")
     names = names if device == "cuda" else []
     return {
