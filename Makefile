@@ -42,13 +42,12 @@ nightly:
 
 # The tables of docs/recipe.md and docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
 # help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner; docs/python, from the
-# docstrings; docs/refused.md, from the other pages.
+# docstrings.
 docs:
 	python tools/recipe_page.py
 	python tools/commands_page.py
 	python -m trilith.planner.published_runs
 	python tools/python_reference.py
-	python tools/refused_page.py
 
 # build/site, which works from a folder without a network; then its links and what it would fetch are checked, and it
 # is looked at in Chromium where there is one. Needs pip install -e '.[docs]'.

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import python_reference
-import refused_page
 import yaml
 from support.pages import ROOT, Page, broken_links, pages
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 #: Pages that code writes; of the keys of a recipe it writes the tables.
-GENERATED = {f"docs/{name}.md" for name in ("commands", "models", "published_runs", "recipe", "refused")}
+GENERATED = {f"docs/{name}.md" for name in ("commands", "models", "published_runs", "recipe")}
 #: The most words of README and the pages written by hand.
 MOST_WORDS = 27_000
 
@@ -79,17 +78,6 @@ def test_other_pages_that_the_site_shows_have_no_broken_link(path):
     assert broken_links(Page.read(path)) == []
 
 
-def test_what_pages_say_is_refused_is_on_one_page():
-    """``make check`` compares the page with them."""
-    below = (
-        "\n| a | refused |\n|---|---|\n| GGUF | always |\n\nIt is refused: x. Not this. a is never refused.\n"
-    )
-    assert [*refused_page.refusals("Formats", below)] == ["GGUF: always", "It is refused: x."]
-    linked = set(re.findall(r"\]\((\w+\.md)#", Page.read("docs/refused.md").text)) | refused_page.LEFT_OUT
-    for page in by_hand()[1:]:
-        assert Path(page.path).name in linked or not re.search(r"\b(is|are) refused\b", page.text), page
-
-
 @pytest.mark.parametrize("room", python_reference.rooms())
 def test_every_public_name_is_on_its_page_with_what_it_says(room):
     text = (ROOT / "docs" / "python" / f"{room}.md").read_text(encoding="utf-8")
@@ -123,7 +111,6 @@ def test_code_of_others_is_in_the_notices():
 
 #: What a stranger asks, and the page and the words that answer it.
 QUESTIONS = {
-    "what is refused": ("docs/refused.md", "Formats of other projects](converting.md"),
     "how do I train on 8 GPUs": ("docs/layouts.md", "## Train on 8 GPUs"),
     "what is my checkpoint's format": ("docs/checkpoints.md", "safetensors files and one `manifest.json`"),
     "how do I bring a Megatron checkpoint": ("docs/converting.md", "trilith convert iter_0001000"),

@@ -141,7 +141,7 @@ _OTHER_NAMES = {
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("checkpoints", "converting", "fine_tuning", "gpu", "nanogpt", "refused", "your_model")
+        for name in ("checkpoints", "converting", "fine_tuning", "gpu", "nanogpt", "your_model")
     ),
 }
 
