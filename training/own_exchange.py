@@ -104,12 +104,12 @@ def _run(
     model: nn.Module,
     cut: Layout,
     part: Mapping[str, Tensor],
-    given: str,
+    what: str,
     recorder: Recorder,
     hooks: Sequence[RemovableHandle],
 ) -> None:
     """Run the forward of a rank of ``cut`` on shapes alone, and remove the hooks."""
-    expected = f"a forward that runs on a {given}"
+    expected = f"a forward that runs on a {what}"
     with shapes_only([model], MicroBatch(1, 1, gpu=False)), recorder, torch.no_grad():
         part = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in part.items()}
         try:  # whatever a user's code raises where numbers are missing

@@ -122,10 +122,13 @@ class Step:
             divide_gradients(self.model, divisor)
         return result
 
-    def refuse(self, result: StepResult) -> None:
-        """Refuse a step that no update may follow, on every rank alike. Waits for the device."""
+    def refuse(self, result: StepResult, *, alike: bool = True) -> None:
+        """Refuse a step that no update may follow, on every rank alike. Waits for the device.
+
+        ``alike``: also one whose losses differ between the ranks of a tensor group.
+        """
         checks = result.checks.tolist()
-        result.refuse_faults(checks)
+        result.refuse_faults(checks, alike=alike)
         refuse_untrained(self.model, float(result.loss), checks[:2], unused=self.unused, state=self.state)
 
     @torch.no_grad()

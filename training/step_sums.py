@@ -119,10 +119,14 @@ class StepResult(NamedTuple):
     #: The pattern over names of parameters that may have no gradient.
     unused: str | None = None
 
-    def refuse_faults(self, checks: Sequence[float]) -> None:
-        """Raise ``BadInput`` for a fault of the loss. ``checks``: on the host; all ranks call it alike."""
+    def refuse_faults(self, checks: Sequence[float], *, alike: bool = True) -> None:
+        """Raise ``BadInput`` for a fault of the loss; ``alike``: see ``Step.refuse``.
+
+        ``checks``: on the host; all ranks call it alike.
+        """
         for fault, ranks in zip(self.faults, checks[2:], strict=True):
-            require(not ranks, "step", "loss", fault.expected, fault.found, fault.todo)
+            if alike or fault is not _APART:
+                require(not ranks, "step", "loss", fault.expected, fault.found, fault.todo)
 
 
 class StepSums:

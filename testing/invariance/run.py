@@ -109,9 +109,10 @@ def run_trial(
     step = Step(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
-        loss = step(samples)
+        result = step.launch(samples)
+        step.refuse(result, alike=False)  # the verdict names the module
         witnessed.seen = recorder.leave()  # of the first step only
-        return loss
+        return result.loss
 
     def clip(model: nn.Module) -> Tensor:
         if layout is None:
