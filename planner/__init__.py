@@ -13,13 +13,14 @@ from .communication import Traffic, step_traffic
 from .memory import MemoryPlan, plan_memory
 from .planned_model import rank_parameters
 from .rank_parameters import Group, RankParameters
-from .sampled_model import SampledModel, sampled
+from .sampled_model import Asked, SampledModel, sampled
 from .step_shape import Work
 
 if TYPE_CHECKING:
     from .search import Choice, Found, Request, Worker, find_layouts, fit, read_request
 
 __all__ = [
+    "Asked",
     "Choice",
     "Found",
     "Group",

@@ -15,18 +15,16 @@ from ..recipes.recipe import Recipe
 from ..runs.launch import device_here
 from ..simulation.model_flops import TokenFlops, parameters_of
 from ..system.addresses import can_be_read
-from ..training.build import model_on_meta
 from ..training.lora import recipe_shape
-from ..training.precision import multiply_in_float8
 from ..training.run_data import out_of_reach
 from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
 from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
-from .planned_model import Asked, PlannedModel, informed, planned_model
+from .planned_model import PlannedModel, informed, planned_model
 from .remedies import Remedy, changes_of, keys_of, remedies
-from .sampled_model import SampledModel
+from .sampled_model import Asked
 from .step_shape import Work, sizes_of
 from .time import Machine, StepTime, StepTimer
 
@@ -152,7 +150,7 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    model = _model_of(recipe, planned, work)
+    model = _model_of(recipe, planned)
     parameters, costs = model.parameters(work.state, planned.split), model.costs(work, planned.split)
     runtime = runtime_of(recipe.device)
     totals = parameters.every
@@ -185,32 +183,19 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     """Return the time of a step of the recipe on a machine, without what saving adds."""
-    sample = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
     work = work_of(recipe, planned)
     peak = "float8" if recipe.compute == "float8" else recipe.compute_dtype
-    timer = StepTimer(sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak)
+    timer = StepTimer(
+        _model_of(recipe, planned), work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak
+    )
     return timer.time()
 
 
-def _model_of(recipe: Recipe, planned: Plan, work: Work) -> PlannedModel:
-    """Return what plans a rank: one block of each kind, or every block of it where the recipe treats some of
-    them differently.
-    """
-    if (
-        (planned.groups or recipe.attention_backend != "auto")
-        and planned.own is None
-        and not planned.family.adopted
-    ):
-        model = model_on_meta(recipe, planned, work.state)
-        if recipe.compute == "float8":
-            multiply_in_float8(model, recipe, work.state)
-        return SampledModel(planned.family, model, stage=model.stage)
-    return planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
-
-
-def _asked_of(recipe: Recipe, planned: Plan) -> Asked:
+def _model_of(recipe: Recipe, planned: Plan) -> PlannedModel:
+    """Return what plans the ranks of a recipe, which may treat some blocks differently."""
     groups, frozen = tuple(sorted(planned.groups.items())), dtype_named(recipe.compute_dtype)
-    return Asked(groups, recipe.scaling, recipe.attention_backend, frozen)
+    asked = Asked(groups, recipe.scaling, recipe.attention_backend, frozen)
+    return planned_model(planned.family, planned.config, recipe.layout, asked)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

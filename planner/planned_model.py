@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from ..layers import PinnedBackend, Scaling, checkpoint_blocks, numbered_blocks, use_float8
+from ..layers import checkpoint_blocks, numbered_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
-from ..recipes.section import ParameterGroup
 from ..simulation.model_flops import TokenFlops, flops_of_token
-from ..training.optimizer import freeze
 from ..training.own.module import OwnFamily
 from ..training.own_parts import OwnParts
 from .own_module import Loss, bytes_sent, micro_batch_of, outputs_of, stages_of
 from .rank_parameters import RankParameters, module_parameters
-from .sampled_model import SampledModel, sampled
+from .sampled_model import NOTHING, Asked, SampledModel, sampled
 from .stage_costs import StageCost
 from .step_shape import Work
 
 if TYPE_CHECKING:
     from ..models import CausalLM
-
-
-@dataclass(frozen=True)
-class Asked:
-    """State what a recipe asks of a model: the groups of its parameters, how linears multiply in float8, who
-    computes attention, and in which dtype weights are that adapters leave as they are.
-    """
-
-    groups: tuple[tuple[str, ParameterGroup], ...] = ()
-    float8: Scaling | None = None
-    backend: PinnedBackend = "auto"
-    frozen: torch.dtype | None = None
 
 
 class TracedModel:
@@ -147,17 +132,17 @@ def informed(work: Work, model: PlannedModel, split: Sequence[int] | None) -> Wo
 
 
 def planned_model(
-    family: Family, config: ModelConfig, layout: Layout, asked: Asked = Asked()
+    family: Family, config: ModelConfig, layout: Layout, asked: Asked = NOTHING
 ) -> PlannedModel:
     """Return what plans a model, the same object for layouts that cut its layers alike: one block of each
-    kind of the zoo's, which takes no groups and no backend, or a trace of all that a rank holds of another.
+    kind of the zoo's, or a trace of all that a rank holds of another.
     """
     if isinstance(family, OwnFamily):
         return own_model(family, config, layout)
     if family.adopted:
         family.check_layout(config, layout)
         return _adopted(family, config, asked, layout.block_cut)
-    return sampled(family, config, layout, frozen=asked.frozen, float8=asked.float8)
+    return sampled(family, config, layout, asked)
 
 
 def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
@@ -181,10 +166,7 @@ def _adopted(family: Family, config: ModelConfig, asked: Asked, cut: object) -> 
     def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         frozen: dict[str, Any] = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}
         model: CausalLM = family.build(config, split=split, state=state, **frozen)
-        freeze(model, dict(asked.groups))
-        model.pin_attention(asked.backend)
-        if asked.float8 is not None:
-            use_float8(model, asked.float8)
+        asked(model)
         return model
 
     return TracedModel(family, config, make)

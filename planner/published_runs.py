@@ -15,7 +15,7 @@ from ..parallel_state import Layout, ParallelState
 from ..storage.small_files import read_toml
 from .device_memory import FRAGMENTATION, reserved_bytes
 from .memory import memory_of
-from .sampled_model import sampled
+from .sampled_model import Asked, sampled
 from .step_shape import Work
 from .time import StepTime, StepTimer, machine_named
 
@@ -128,7 +128,7 @@ def compare(run: PublishedRun) -> Comparison:
     step = config.hidden_size, run.sequence_length, run.micro_batch, rounds, run.schedule
     memory = {"checkpointing": run.checkpointing, "loss_chunk": run.loss_chunk}
     work = Work(ParallelState.stand_in(layout), *step, compute=2, **memory)
-    model = sampled(family, config, layout, float8="tensorwise" if run.dtype == "float8" else None)
+    model = sampled(family, config, layout, Asked(float8="tensorwise" if run.dtype == "float8" else None))
     machine = machine_named(run.gpu)
     reached = machine.efficiency
     links = {"": reached.link(""), "all_to_all": reached.link("all_to_all") / run.exchanged}

@@ -9,27 +9,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..layers import Scaling, Stage, routers
+from ..layers import PinnedBackend, Scaling, Stage, routers, use_float8
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
+from ..recipes.section import ParameterGroup
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind, signature
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
+from ..training.optimizer import freeze
 from .rank_parameters import Group, RankParameters, count_module
 from .stage_costs import StageCost
 from .step_shape import Work
 
 if TYPE_CHECKING:
     from ..models import CausalLM
+
+
+@dataclass(frozen=True)
+class Asked:
+    """State what a recipe asks of a model, and do this in place: the groups of its parameters, how linears
+    multiply in float8, and who computes attention; and in which dtype weights are that adapters leave as they
+    are.
+    """
+
+    groups: tuple[tuple[str, ParameterGroup], ...] = ()
+    float8: Scaling | None = None
+    backend: PinnedBackend = "auto"
+    frozen: torch.dtype | None = None
+
+    def __call__(self, model: CausalLM) -> None:
+        freeze(model, dict(self.groups))
+        model.pin_attention(self.backend)
+        if self.float8 is not None:
+            use_float8(model, self.float8)
+
+    @property
+    def set_up(self) -> Asked | None:
+        """Return what changes a model, if anything does."""
+        return None if self == replace(NOTHING, frozen=self.frozen) else self
+
+
+NOTHING = Asked()
 
 
 class SampledModel:
@@ -46,13 +75,14 @@ class SampledModel:
         model: CausalLM,
         other: Callable[[Layout], SampledModel] | None = None,
         stage: Stage | None = None,
+        asked: Asked = NOTHING,
     ) -> None:
         self.family, self.config, self.model, self.stage = family, model.config, model, stage
         self._other, self._cut = other, model.state.layout
         #: The kind of each block by its number, and the first block of each kind.
         self.kinds: Mapping[int, Any]
         if stage is None:
-            self.kinds = dict(enumerate(block_kinds(family, model.config)))
+            self.kinds = dict(enumerate(block_kinds(family, model.config, asked.set_up)))
         else:
             self.kinds = {number: signature(model.layers[str(number)]) for number in stage.blocks}
         self.blocks: dict[Any, nn.Module] = {}
@@ -189,22 +219,14 @@ def _trained(*modules: nn.Module) -> bool:
     return any(weight.requires_grad for module in modules for weight in module.parameters())
 
 
-def sampled(
-    family: Family,
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    frozen: torch.dtype | None = None,
-    float8: Scaling | None = None,
-) -> SampledModel:
+def sampled(family: Family, config: ModelConfig, layout: Layout, asked: Asked = NOTHING) -> SampledModel:
     """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
-    model = one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8)
-    return _sampled(family, model, frozen, float8)
+    model = one_block_of_each_kind(family, config, layout, asked.set_up, frozen=asked.frozen)
+    return _sampled(family, model, asked)
 
 
 @lru_cache(maxsize=64)
-def _sampled(
-    family: Family, model: CausalLM, frozen: torch.dtype | None, float8: Scaling | None
-) -> SampledModel:
-    other = partial(sampled, family, model.config, frozen=frozen, float8=float8)
-    return SampledModel(family, model, other)
+def _sampled(family: Family, model: CausalLM, asked: Asked) -> SampledModel:
+    return SampledModel(
+        family, model, lambda layout: sampled(family, model.config, layout, asked), asked=asked
+    )

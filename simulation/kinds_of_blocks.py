@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..layers import Scaling, use_float8
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 
 if TYPE_CHECKING:
     from ..models import CausalLM
+
+#: Changes a model in place; equal ones change it alike.
+SetUp = Callable[["CausalLM"], object]
 
 
 def signature(block: nn.Module) -> object:
@@ -39,10 +41,16 @@ def _settings(attributes: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @lru_cache(maxsize=64)
-def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
-    """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
+def block_kinds(family: Family, config: ModelConfig, set_up: SetUp | None = None) -> tuple[int, ...]:
+    """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings.
+
+    ``set_up``: changes a model as a recipe says, by the names of its parameters.
+    """
     known: dict[object, int] = {}
-    model = family.on_meta(config)
+    if set_up is None:
+        model = family.on_meta(config)
+    else:
+        set_up(model := family.build(config))
     return tuple(known.setdefault(signature(block), len(known)) for block in model.layers.values())
 
 
@@ -50,15 +58,15 @@ def one_block_of_each_kind(
     family: Family,
     config: ModelConfig,
     layout: Layout,
+    set_up: SetUp | None = None,
     *,
     frozen: torch.dtype | None = None,
-    float8: Scaling | None = None,
 ) -> CausalLM:
     """Return a model on the meta device, cut as a layout says, in which blocks alike are one block.
 
-    Shared: of layouts that cut a block alike it is the same object. ``frozen``: the dtype of the weights that
-    adapters leave as they are. ``float8``: the scaling of linears that multiply in float8. Raises
-    ``BadInput`` for a layout that cannot cut the model.
+    Shared: of layouts that cut a block alike it is the same object. ``set_up``: see ``block_kinds``.
+    ``frozen``: the dtype of the weights that adapters leave as they are. Raises ``BadInput`` for a layout
+    that cannot cut the model.
     """
     family.check_layout(config, layout)
     cut = Layout(
@@ -69,24 +77,22 @@ def one_block_of_each_kind(
         sequence=layout.sequence,
         ring=layout.ring,
     )
-    return _built(family, config, cut, frozen if isinstance(family, AdaptedFamily) else None, float8)
+    return _built(family, config, cut, set_up, frozen if isinstance(family, AdaptedFamily) else None)
 
 
 def build_one_of_each_kind(
     family: Family,
     config: ModelConfig,
     cut: Layout,
+    set_up: SetUp | None = None,
     frozen: torch.dtype | None = None,
-    float8: Scaling | None = None,
 ) -> CausalLM:
     """Build such a model for one rank of ``cut``."""
-    shared, state = _with_shared_blocks(family, block_kinds(family, config)), ParallelState.stand_in(cut)
-    if isinstance(shared, AdaptedFamily):
-        model = shared.build(config, state=state, base_dtype=frozen)
-    else:
-        model = shared.build(config, state=state)
-    if float8 is not None:
-        use_float8(model, float8)
+    shared = _with_shared_blocks(family, block_kinds(family, config, set_up))
+    dtypes: dict[str, Any] = {"base_dtype": frozen} if isinstance(shared, AdaptedFamily) else {}
+    model = shared.build(config, state=ParallelState.stand_in(cut), **dtypes)
+    if set_up is not None:
+        set_up(model)
     return model
 
 

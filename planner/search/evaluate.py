@@ -13,10 +13,11 @@ from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import cut_stages
 from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, memory_of_walk
-from ..planned_model import Asked, PlannedModel, informed, planned_model
+from ..planned_model import PlannedModel, informed, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk
 from ..remembered import remembered
+from ..sampled_model import Asked
 from ..stage_costs import StageCost, alike_ranks
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer

@@ -13,7 +13,7 @@ from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
+from trilith.planner import Asked, Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.memory import memory_of
 from trilith.planner.sampled_model import SampledModel, sampled
@@ -93,7 +93,7 @@ def test_adapters_are_planned_on_build_one_of_each_kind():
         state = ParallelState.stand_in(layout)
         work = Work(state, config.hidden_size, 64, 2, 4, compute=2)
         model = family.build(config, state=state, base_dtype=torch.bfloat16)
-        sample = sampled(family, config, layout, frozen=torch.bfloat16)
+        sample = sampled(family, config, layout, Asked(frozen=torch.bfloat16))
         assert_planned_alike("adapters", work, model, sample)
 
 
