@@ -9,8 +9,7 @@ from support.configs import config
 from support.short_runs import built
 from trilith.data import Batch
 from trilith.parallel_state import Layout
-from trilith.parallel_state.engine import fsdp_modules
-from trilith.parallel_state.engine.fully_sharded import computed_with
+from trilith.parallel_state.engine.fully_sharded import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
 from trilith.training import Precision, Step, TokenLoss

@@ -11,7 +11,6 @@ from support.families import model_of
 from torch import Tensor
 from trilith.layers import GatedMLP
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
-from trilith.parallel_state.engine import local_data
 from trilith.parallel_state.engine.fully_sharded import ReplicaSums
 from trilith.testing import LiveBytes, Operators, run_parallel
 from trilith.training import Precision, shard_over_data
@@ -51,7 +50,7 @@ def made(state, precision, *, frozen):
 
 
 def gradients(model):
-    return [local_data(one.grad) for one in model.parameters() if one.grad is not None]
+    return [engine.local_data(one.grad) for one in model.parameters() if one.grad is not None]
 
 
 def backward(model, number):
