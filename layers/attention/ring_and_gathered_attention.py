@@ -167,13 +167,13 @@ def _returned(dkvs: Iterator[tuple[int, Tensor]], state: ParallelState) -> Tenso
 
     ``dkvs``: this rank's part of those of each context rank, in the order of ``_arriving``.
     """
-    group, together, coming = state.context.group, None, None
+    group, gradients, coming = state.context.group, None, None
     if not state.layout.ring:
         for source, dkv in dkvs:
-            together = dkv.new_empty(state.context.size, *dkv.shape) if together is None else together
-            together[source] = dkv
-        assert together is not None, "there is this rank's"
-        return engine.reduce_scatter(together.flatten(), 0, group)
+            gradients = dkv.new_empty(state.context.size, *dkv.shape) if gradients is None else gradients
+            gradients[source] = dkv
+        assert gradients is not None, "there is this rank's"
+        return engine.reduce_scatter(gradients.flatten(), 0, group)
     _, own = next(dkvs)
     for _, dkv in dkvs:  # a part goes around behind the keys and values, to the rank that holds these
         if coming is not None:
