@@ -135,10 +135,8 @@ def test_the_refusals_are_worded_as_shown(page):
         state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
         Step(Deaf(state=state), page.loss, micro_batch=1, schedule="interleaved", state=state)
 
-    state = ParallelState.stand_in(Layout(tensor=3))
-    assert refusal_of(lambda: page.ColumnParallelLinear(16, 16, state=state)) == shown(
-        "A cut that is not even"
-    )
+    cut = partial(page.ColumnParallelLinear, 16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
+    assert refusal_of(cut) == shown("A cut that is not even")
     assert refusal_of(step) == shown("takes no `stage`")
 
 

@@ -88,7 +88,7 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("llava_next", PIPELINE),  # with a parameter around its blocks that no text reads
         ("llama4_text", TENSOR),  # whose stacks of experts are transposed
         ("mimo_v2_flash", TENSOR),  # whose attention has a parameter for each head
-        ("gpt2", LAYOUTS["sequence"]),  # which adds positions to embeddings, and views the last block's output
+        ("gpt2", LAYOUTS["sequence"]),  # which adds positions, and views what the last block made
         ("opt", LAYOUTS["sequence"]),  # whose blocks flatten tokens
         # Code behind the blocks of a stage views them by the tokens' shape.
         ("gpt_bigcode", Layout.of(tensor=2, pipeline=2, sequence=True)),
@@ -355,8 +355,8 @@ def test_a_balance_loss_that_is_not_computed_is_named():
 
 
 def declared(why, kind, changes, says, *, change=lambda call: call, **layout):
-    """State what a config, or with ``None`` all defaults of its type, and a layout are refused for; ``change``
-    decorates the call.
+    """State what a config, or with ``None`` all defaults of its type, is refused for, or a layout of it;
+    ``change`` decorates the call.
     """
 
     def call(folder):
