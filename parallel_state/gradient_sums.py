@@ -166,7 +166,8 @@ def refuse_untrained(
         others = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
         raise NotTrained(
             f"rank {rank}: {name}{others}: trained, and without a gradient; nothing was updated. "
-            "Freeze what the step does not use (requires_grad_(False))"
+            "Freeze what the step does not use (requires_grad_(False); in a recipe optimizer.groups, or "
+            "lora.exclude_modules)"
         )
     if not trained or loss == 0 or not math.isfinite(loss):
         return

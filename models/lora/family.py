@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...layers import Experts, attach_expert_lora, attach_lora, linears
-from ...parallel_state import BadInput, Declaration, ParallelState, declarations
+from ...parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
 from ...system import literal
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
@@ -30,6 +30,10 @@ class AdaptedFamily(Family):
 
     base: Family = field(kw_only=True)
     lora: LoraConfig = field(kw_only=True)
+
+    def check_layout(self, config: ModelConfig, layout: Layout) -> None:
+        """Refuse the axes that the base refuses."""
+        self.base.check_layout(config, layout)
 
     def build(
         self,
@@ -142,7 +146,9 @@ class AdaptedFamily(Family):
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
         all_sites, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
         known = ", ".join(sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks}))
-        of_stacks = f"ends of names such as {known}" if stacks else "none: no stack of experts"
+        of_stacks = (
+            f"ends of names such as {known}" if stacks else "none: no stack of experts that takes adapters"
+        )
         of_linears = f"ends of names such as {leaves(all_sites)}"
         for key, among, expected in (
             ("target_parameters", stacks, of_stacks),
@@ -203,7 +209,8 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
                 named: Any = family.lora.target_modules
                 if not isinstance(named, str):
                     named = [ending for ending in named if f".{name}".endswith(f".{ending}")]
-                expected = "linears: experts are stacks of matrices, which target_parameters names"
+                expected = "linears: experts are stacks of matrices"
+                expected += ", which target_parameters names" if expert_sites(family.base, config) else ""
                 todo = r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or '
                 todo += "say all-linear, which passes them over"
                 actual = f"{literal(named)}, that is {name}"
@@ -211,8 +218,10 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
 
 
 def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
-    """Yield every matrix of an expert, named as a module of Hugging Face's files."""
+    """Yield every matrix of an expert, named as a module of Hugging Face's files; in transformers' own models
+    it is a matrix that they stack.
+    """
     (stated,) = family.base.declarations(config)
     for link in family.base.links(config)[0]:
-        if stated[link.ours].experts:
+        if stated[link.ours].experts or len(link.ours_box.shape) > len(link.hf_box.shape):
             yield link.hf.removesuffix(".weight")

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import convert, differences, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.machine.random_files import write_hf_folder
-from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import BadInput, ParallelState, initialize
+from trilith.models import LoraConfig, adapted, family_of, implemented_by
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
@@ -147,21 +147,26 @@ def test_adapters_go_on_with_the_same_base_elsewhere_and_are_read_with_no_other(
         read_adapter(tmp_path / "run", read_source(tmp_path / "other"))
 
 
-def test_adapters_on_all_linears_pass_experts_over():
+@pytest.mark.filterwarnings("ignore:.*is unknown and ignored")
+@pytest.mark.parametrize("by", ["auto", "transformers"])
+def test_adapters_on_all_linears_pass_experts_over(by):
     """PEFT would take the linears beside experts for experts, so no such adapter is written for it."""
-    family = family_of(TINY_GLM)
-    config = family.from_hf(TINY_GLM)
+    raw = implemented_by(TINY_GLM, by)
+    family = family_of(raw)
+    config = family.from_hf(raw)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM))
     linears = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)} - {"lm_head"}
     every = adapted(family, LoraConfig(r=2))
     assert {site.name for site in every.sites(config)} == linears and len(linears) == 21
-    with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.gate_proj.*merge-lora"):
+    with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.(gate|down)_proj.*merge-lora"):
         every.to_peft(config, None)
     attention = adapted(family, LoraConfig(r=2, target_modules=("q_proj", "o_proj")))
     attached = peft.get_peft_model(theirs, peft.LoraConfig(**attention.to_peft(config, None)))
     named = {n.partition(".lora_A")[0] for n, _ in attached.named_parameters() if "lora_A" in n}
     assert named == {f"base_model.model.{site.name}" for site in attention.sites(config)}
     # The refusal names another way: exclude the experts.
+    with pytest.raises(BadInput, match=r"expert: expected (a divisor|1 for glm4_moe)"):
+        every.check_layout(config, Layout.of(data=3, expert=3))
     without = LoraConfig(r=2, target_modules=("gate_proj",), exclude_modules=r".*\.experts(\..*)?")
     few = adapted(family, without)
     few.check(config, "recipe: lora")
