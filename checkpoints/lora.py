@@ -147,8 +147,9 @@ def _peft_folder(path: Path, base: Source) -> Source:
     try:
         _, shapes = adapted(base.family, lora).links(base.model_config)
     except BadInput as error:  # whose place is a recipe's
-        facts = {"expected": error.expected, "found": error.found, "todo": error.todo}
-        raise BadInput(path / ADAPTER_CONFIG, error.key, **facts) from None
+        raise BadInput(
+            path / ADAPTER_CONFIG, error.key, expected=error.expected, found=error.found, todo=error.todo
+        ) from None
     if (archive := contained(path, OLD_ADAPTER_MODEL)).exists() and not (path / ADAPTER_MODEL).exists():
         file: TensorFile = open_state_dict(archive)
     else:
