@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, islice
-from math import inf
 from typing import Any
 
 from ..layers import all_stages, split_blocks, stage_parts
@@ -103,27 +102,28 @@ def stage_costs(counts: Sequence[int], blocks: Sequence[float]) -> list[float]:
 
 
 def _best(sums: Sequence[float], stages: int, room: float, *, squares: bool) -> tuple[float, list[int]]:
-    """Return the least value of any cut whose stages cost at most ``room``, and that cut. The value is the
-    sum of squares, or the largest cost. Of equal ones it is the cut whose first stages have least.
+    """Return the least value of any cut whose stages cost at most ``room``, and that cut, computed from the
+    last stage back to the first. The value is the sum of squares, or the largest cost. Of equal ones it is
+    the cut whose first stages have least.
 
     ``sums[n]``: the cost of the first n blocks.
     """
     blocks = len(sums) - 1
-
-    @cache
-    def of_rest(stage: int, start: int) -> tuple[float, list[int]]:
-        """Return the value and the cut of the blocks from ``start`` on, into the stages from this one on."""
-        if stage == stages:
-            return 0.0 if start == blocks else inf, []
-        least, counts = inf, list[int]()
-        for stop in range(start + 1, blocks - (stages - stage) + 2):  # each later stage has a block
-            cost = sums[stop] - sums[start]
-            if cost > room:
-                break
-            value, later = of_rest(stage + 1, stop)
-            value = cost**2 + value if squares else max(cost, value)
-            if value < least:
-                least, counts = value, [stop - start, *later]
-        return least, counts
-
-    return of_rest(0, 0)
+    after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
+    for stage in reversed(range(stages)):
+        now: dict[int, tuple[float, list[int]]] = {}
+        for start in range(stage, blocks) if stage else (0,):
+            least, where, before = 0.0, -1, sums[start]
+            for stop in range(start + 1, blocks + 1):
+                cost = sums[stop] - before
+                if cost > room:
+                    break
+                if stop in after:
+                    rest = after[stop][0]
+                    value = cost**2 + rest if squares else max(cost, rest)
+                    if where < 0 or value < least:
+                        least, where = value, stop
+            if where >= 0:
+                now[start] = least, [where - start, *after[where][1]]
+        after = now
+    return after[0]
