@@ -17,6 +17,7 @@ from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, Step, shard_over_data
+from trilith.training.not_finite import find_first_non_finite
 
 LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
 LAYOUTS["zero3"] = {"data": 2, "zero": 3}
@@ -188,6 +189,14 @@ def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout):
     with pytest.raises(RankError) as error:
         run_parallel(module_step, world, layout, "saturated", "head")
     assert "every gradient is exactly zero, rank 0's body.weight among them" in causes(error)[0]
+
+
+def test_an_output_in_a_dict_is_looked_into():
+    model = Two("all")
+    model.register_forward_hook(lambda module, inputs, y: {"y": y / 0})
+    step = Step(model, lambda y, samples: (y["y"].sum(), 1), micro_batch=1)
+    with pytest.raises(PeerFailed, match="step 1: rank 0: the output of the model is not finite"):
+        find_first_non_finite(step, 1, {"x": torch.ones(1, 3, dtype=torch.float64)})
 
 
 def test_offloaded_gradients_are_divided_where_they_rest():
