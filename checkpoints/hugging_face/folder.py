@@ -21,14 +21,15 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
+from ...system import literal
 from .packed import ScaledFile, UnpackedFile, block_size
 
 #: What is taken from the hub: weights as safetensors alone, and small files; never a pickle, never code.
 FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_INDEX = 32 << 20
-#: Ways to quantise, by transformers' names, whose files are known and not read.
-_QUANTISED = ("awq", "bitsandbytes", "gptq")
+#: What transformers calls the weights, or their index, of a variant such as fp16.
+_VARIANT = re.compile(r"model(\.safetensors\.index)?\.\w+\.(safetensors|json)")
 #: Why the hub does not give a model, by the name of its error.
 _REASONS = {
     "LocalEntryNotFoundError": "the model is not in the cache and the hub is not reachable",
@@ -84,6 +85,8 @@ class HFFolder:
         others = sorted(name for name in names if name.endswith(".safetensors"))
         present = f"only {', '.join(others[:3])}" if others else "neither"
         todo = "Copy here the file that is missing, or download the model again"
+        if variant := next(filter(_VARIANT.fullmatch, sorted(names)), None):
+            todo = f"Rename the variant {variant} to {INDEX if variant.endswith('.json') else SINGLE}"
         raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=present, todo=todo)
 
     def _sharded(
@@ -105,15 +108,15 @@ class HFFolder:
 def _plain(
     tensors: dict[str, TensorFile], path: Path, packing: dict[str, object]
 ) -> dict[str, TensorFile] | None:
-    """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
-    if (method := packing.get("quant_method")) == "mxfp4":
+    """Return the tensors as bf16, or ``None`` if nothing is said; refuse a packing that is not read."""
+    if packing.get("quant_method") == "mxfp4":
         return UnpackedFile(path, tensors).among(tensors)
-    key, expected = "quantization_config", "none, mxfp4 or fp8"
+    if (block := block_size(packing)) is not None:
+        return ScaledFile(path, tensors, block).among(tensors)
+    key, expected = "quantization_config", "none, mxfp4, or fp8 with weight_block_size"
     todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
-    require(method not in _QUANTISED, path / CONFIG, key, expected, method, todo)
-    if (block := block_size(packing)) is None:
-        return None
-    return ScaledFile(path, tensors, block).among(tensors)
+    require(not packing, path / CONFIG, key, expected, literal(packing), todo)
+    return None
 
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
@@ -128,7 +131,7 @@ def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
             continue
         shard = check_plain_name(shard, where, f"weight_map {shown(name)}")
         key = f"weight_map {shown(name)}"
-        todo = f"An index of pickled weights is called {OLD_INDEX}"
+        todo = f"An index of safetensors is called {INDEX}, one of pickled weights {OLD_INDEX}"
         require(shard.endswith(ending), where, key, f"a {ending} file", shown(shard), todo)
         if (other := shards.setdefault(shard.lower(), shard)) != shard:
             clash = f"{shown(other)} and {shown(shard)}, one file on some systems"

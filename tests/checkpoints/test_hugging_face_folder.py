@@ -136,6 +136,11 @@ test_bad_folders_are_refused = refusals(
     refused("B13-swapped", mapped(a=TWO, c=ONE), f"'a'.*expected it in {TWO}, found it in {ONE}"),
     refused("B15-bin-only", only_pickle, "pickle"),
     refused("B15-bin-in-index", mapped(c="model.bin"), "'c'.*pickle"),
+    refused(
+        "B15-a-variant",
+        lambda root: (root / INDEX).rename(root / "model.safetensors.index.fp16.json"),
+        r"Rename the variant model\.safetensors\.index\.fp16\.json to model\.safetensors\.index\.json",
+    ),
     refused("B15-unnamed-shards", lambda root: (root / INDEX).unlink(), "found only .*Copy here"),
     refused("B17-index-of-too-many", mapped(**{f"t{i}": ONE for i in range(100_001)}), "at most 100,000"),
     refused("B17-index-too-large", of_size(INDEX, 100 << 20), "at most .* bytes"),

@@ -221,7 +221,7 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=with_optimizer),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
-      for method in ("awq", "gptq")),
+      for method in ("awq", "fbgemm_fp8")),
 )  # fmt: skip
 
 
