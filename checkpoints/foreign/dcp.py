@@ -145,7 +145,7 @@ def _view(
     No file stays open: there may be thousands.
     """
     name, begin, length = place
-    file = files.get(name) or files.setdefault(name, ViewFile.of(contained(folder, name)))
+    file = files.get(name) or files.setdefault(name, ViewFile(contained(folder, name)))
     if not 0 <= begin <= begin + length <= file.size:
         expected, actual = f"{length:,} bytes from byte {begin:,} on", f"a file of {file.size:,} bytes"
         todo = "Copy it again: it was cut short"

@@ -61,7 +61,7 @@ def read(path: Path) -> ForeignCheckpoint:
     backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
     where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
     require(backend == "torch_dist", where, "sharded_backend", "torch_dist", shown(backend), todo)
-    common = read_archive(ViewFile.of(contained(folder, _COMMON)), allowed=NAMES)
+    common = read_archive(ViewFile(contained(folder, _COMMON)), allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
     arguments = Arguments(common.get("args"), folder / _COMMON)

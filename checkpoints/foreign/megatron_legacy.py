@@ -73,7 +73,7 @@ def read(path: Path) -> ForeignCheckpoint:
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
         file = contained(folder, f"{rank_folder.name}/{name}")
-        views = ViewFile.of(file)
+        views = ViewFile(file)
         value = read_archive(views, allowed=NAMES)
         if not isinstance(value, dict):
             raise BadInput(file, expected="a dict", found=type(value).__name__)

@@ -246,7 +246,7 @@ def open_state_dict(path: Path, *, expected: Container[str] = ()) -> ViewFile:
     dicts lie inside one another, whether they are ``expected`` or not. What is no tensor is left out.
     ``BadInput`` if there is no tensor.
     """
-    file = ViewFile.of(path)
+    file = ViewFile(path)
     value = read_archive(file)
     for name, view in nested(value, path):
         if isinstance(view, View):

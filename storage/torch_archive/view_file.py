@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
 
 from ...parallel_state import BadInput
 from ..safe_open import open_regular
@@ -31,15 +30,10 @@ class ViewFile(TensorFile):
     ``sums`` are those of them that hold views.
     """
 
-    def __init__(self, path: Path, size: int, identity: object) -> None:
-        super().__init__(path, {}, 0, size, identity)
-        self._stretches: list[ZipEntry] = []  # in order
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """Open ``path`` as a file without views."""
+    def __init__(self, path: Path) -> None:
         with open_regular(path) as (_, status):
-            return cls(path, status.st_size, identity_of(status))
+            super().__init__(path, {}, 0, status.st_size, identity_of(status))
+        self._stretches: list[ZipEntry] = []  # in order
 
     def know(self, stretch: ZipEntry) -> None:
         """Take a part of the file whose CRC-32 is known, once."""
