@@ -60,7 +60,7 @@ _REFUSED = {
     ),
 }
 #: Values of these that every model has; beside them 0 and none.
-_USUAL = {
+_USUAL: dict[str, tuple[object, ...]] = {
     "moe_router_num_groups": (1,),
     "moe_router_score_function": ("softmax",),
     "moe_router_topk_scaling_factor": (1,),
