@@ -166,9 +166,7 @@ class StepSums:
         columns += [[fault] for fault in self._faulty or [False] * len(loss.faults)]
         columns = columns if state.counts_here else [[]] * len(columns)
         split = [len(columns) - len(loss.faults), len(columns)]
-        if (
-            state.tensor.size > 1 and loss.count_labels is None
-        ):  # a user's: how far sums are apart, their sizes
+        if state.tensor.size > 1 and loss.count_labels is None:  # a user's: are its sums equal on all?
             factor = state.tensor.size * state.counts_here - 1
             apart = [factor * x.double() for sums in self._sums for x in sums.terms.values()]
             columns += [[*apart], [x.abs() for x in apart]]

@@ -27,6 +27,7 @@ HELPERS = {
     "data/token_sums.py": "compares bytes that are read with their checksums",
     "training/optimizer.py": "sets the learning rate",
     "system/errors.py": "checks, whose refusals are written there",
+    "training/loss.py": "whether a function is a loss, asked of a user's",
     "training/learning_rate.py": "the step's learning rate",
     "training/callbacks.py": "measurements, which change nothing",
     "training/precision.py": "the weights' copies in another dtype, of which this run has none",
