@@ -109,9 +109,9 @@ def packed_rows(model, layout, state):
     else:
         stages, rows, outputs = Stages(made, state, dtype=torch.float64), Batch(ids, labels, positions), []
 
-        def noted(logits, start):
+        def noted(logits, samples):
             outputs.append(logits)
-            losses.append(loss(logits, labels[start : start + 1]))
+            losses.append(loss(logits, samples["labels"]))
             return losses[-1]
 
         stages.fit(rows.split(1)[0].samples())
