@@ -22,7 +22,7 @@ from .request import Request
 from .shortage import none_legal
 from .tally import Tally
 
-#: Bytes of a token's position, which a cache keeps beside keys and values, and of its id while it is read.
+#: Bytes of a token's position, and of its id, while it is read.
 _PLACE = 8
 #: By how much reading may hold more than the blocks: what is made of ids and positions, and what a stage
 #: gives.
@@ -72,7 +72,7 @@ def generation_memory(
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
         weights = parameters.here * dtype.itemsize + parameters.fixed_bytes
-        cache = sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACE
+        cache = sum(traced.caches[kind] for kind in kinds)
         reading = int(_BESIDE * traced.reading) + rows * length * 2 * _PLACE + logits + sent
         plans.append(GenerationMemory(weights, cache, reading))
     return plans
