@@ -42,8 +42,8 @@ def held(name, layout, dtype=torch.float32):
         weights = sum(local(one).nbytes for one in (*model.parameters(), *model.buffers()))
         prompts = [[5] * length for length in (LENGTH - NEW, 3, 17)]
         generate(model, prompts, max_new_tokens=NEW)
-    cache = sum(kept.bytes for kept in caches)
-    return GenerationMemory(weights, cache, memory.peak - weights - cache), state.at.pipeline
+    cached = sum(cache.bytes for cache in caches)
+    return GenerationMemory(weights, cached, memory.peak - weights - cached), state.at.pipeline
 
 
 def planned(name, layout, dtype=torch.float32):
