@@ -18,9 +18,6 @@ MOST_FORWARDS = 2**15
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
 Kind = Literal["F", "B", "I", "W"]
 
-#: The kind of an action that ran, its stage and its micro-batch.
-_Done = tuple[str, int, int]
-
 
 class Action(NamedTuple):
     """State one computation of one stage for one micro-batch.
@@ -83,23 +80,23 @@ def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool =
 
     ``apart``: with backwards in two parts (ZB1P of Qi et al. 2023), of which the second comes later.
     """
-    order, own, total = _Order(), stages // ranks, stages // ranks * count
-    each = count // max(1, count // ranks)
+    own, total = stages // ranks, stages // ranks * count
+    each, order = count // max(1, count // ranks), list[Action]()
 
-    def stage(number: int, *, back: bool) -> int:
-        turn = number // each % own
-        return (own - 1 - turn if back else turn) * ranks + rank
+    def in_order(kind: Kind, turns: range) -> list[Action]:
+        rounds = (range(start, start + each) for start in range(0, count, each))
+        return [Action(kind, turn * ranks + rank, each) for part in rounds for turn in turns for each in part]
 
+    forwards, up = in_order("F", range(own)), range(own - 1, -1, -1)
+    backwards, weights = in_order("I" if apart else "B", up), in_order("W", up) if apart else []
     ahead = (own - 1) * each + (2 if own > 1 and not apart else 1) * (ranks - 1 - rank)
-    for number in range(-ahead, total):
-        if ahead + number < total:
-            order.add(("F", stage(ahead + number, back=False)))
+    for number in range(-ahead, total + rank):
+        order += forwards[ahead + number : ahead + number + 1]
         if number >= 0:
-            order.add(("I" if apart else "B", stage(number, back=True)))
+            order += backwards[number : number + 1]
         if number >= rank:
-            order.add(("W", None))
-    order.add(("W", None), times=rank)
-    return order.actions
+            order += weights[number - rank : number - rank + 1]
+    return order
 
 
 def zbv(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
@@ -192,46 +189,47 @@ def walk(
     that send together (``Action.paired``), if their inputs are there.
     """
     orders = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
-    turns = [_turns(order, pipeline * virtual_stages - 1) for order in orders]
+    turns = [_turns(order, pipeline * virtual_stages, micro_batches) for order in orders]
     events: list[Event] = []
-    done: dict[_Done | None, int] = {None: -1}
+    done = [-2] * (2 * pipeline * virtual_stages * micro_batches + 1) + [-1]  # -2: not done so far
     at, left = [0] * pipeline, [*range(pipeline)]
     while left:
         before = len(events)
         for rank in left:
             turn = turns[rank][at[rank]]
-            for _, needs in turn:
-                if needs not in done:
+            for _, needs, _ in turn:
+                if done[needs] == -2:
                     break
             else:
                 at[rank] += 1
-                for action, needs in turn:
-                    number = done[needs]
-                    kind, stage, micro_batch, _ = action
-                    # A whole backward, too, gives the gradient of the input, which the stage before needs.
-                    done["I" if kind == "B" else kind, stage, micro_batch] = len(events)
+                for action, needs, gives in turn:
+                    number, done[gives] = done[needs], len(events)
                     events.append(Event(action, rank, number, number >= 0 and events[number].rank != rank))
         assert len(events) > before, "a schedule that waits for itself"
         left = [rank for rank in left if at[rank] < len(turns[rank])]
     return tuple(events)
 
 
-def _turns(order: Sequence[Action], last: int) -> list[list[tuple[Action, _Done | None]]]:
-    """Return the actions of each turn of a rank, each with what it needs; ``last``: the last stage."""
-    turns, joins = list[list[tuple[Action, _Done | None]]](), False
+def _turns(order: Sequence[Action], stages: int, count: int) -> list[list[tuple[Action, int, int]]]:
+    """Return the actions of each turn of a rank, each with the number of what it needs of another stage, or
+    of an earlier action of this one, and of what it gives.
+
+    The forwards of ``stages`` with ``count`` micro-batches have the first numbers, gradients of inputs the
+    next ones. -1 is nothing to wait for, -2 is given to nobody.
+    """
+    turns, joins = list[list[tuple[Action, int, int]]](), False
     for action in order:
+        kind, stage, micro_batch, paired = action
+        output = stage * count + micro_batch
+        gradient = stages * count + output
+        if kind == "F":
+            needs, gives = output - count if stage else -1, output
+        elif kind == "W":
+            needs, gives = gradient, -2
+        else:  # a whole backward, too, gives the gradient of the input, which the stage before needs
+            needs, gives = output if stage == stages - 1 else gradient + count, gradient
         if not joins:
             turns.append([])
-        turns[-1].append((action, _needs(action, last)))
-        joins = action.paired
+        turns[-1].append((action, needs, gives))
+        joins = paired
     return turns
-
-
-def _needs(action: Action, last: int) -> _Done | None:
-    """Return what another stage, or an earlier action of this one, must have done."""
-    kind, stage, micro_batch, _ = action
-    if kind == "F":
-        return ("F", stage - 1, micro_batch) if stage else None
-    if kind == "W":
-        return ("I", stage, micro_batch)
-    return ("F", last, micro_batch) if stage == last else ("I", stage + 1, micro_batch)
