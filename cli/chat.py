@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
-from .shared.parameters import As, Place, Range, check_weights_there, from_options
+from .shared.parameters import As, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
 
@@ -37,7 +37,6 @@ def chat(
         trilith chat SmolLM2-135M-Instruct --temperature 0.7 --system "Answer in one sentence."
     """
     options = locals()
-    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.request import Request, converse
 

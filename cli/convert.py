@@ -9,7 +9,7 @@ import typer
 from ..system import BadInput, counted, no_garbage_search
 from ..system.read_ahead import read_ahead
 from .shared.options import CONFIG, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
-from .shared.parameters import Count, Place, check_weights_there, from_options, written
+from .shared.parameters import Count, Place, from_options, written
 from .shared.say import byte_progress, say
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def convert(
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     options = locals()
-    check_weights_there(src, "a Hugging Face folder or a checkpoint")
     if not dry_run:
         read_ahead(Path(src), workers)
     from ..checkpoints import plan_conversion

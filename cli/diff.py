@@ -6,7 +6,7 @@ import typer
 
 from ..system import BadInput, require
 from .shared.options import CONFIG, NAMES
-from .shared.parameters import Place, Range, check_weights_there
+from .shared.parameters import Place, Range
 from .shared.say import say
 
 
@@ -27,8 +27,6 @@ def diff(
         trilith diff run-a run-b
         trilith diff run Llama-3.2-1B --most 5
     """
-    for folder in (a, b):
-        check_weights_there(folder, "a Hugging Face folder or a checkpoint")
     from itertools import islice
 
     from ..checkpoints import Source, differences, foreign_format, read_source, verifying

@@ -9,7 +9,7 @@ import typer
 
 from ..system import BadInput, require
 from .shared.options import TESTED
-from .shared.parameters import As, Range, check_there
+from .shared.parameters import As, Range
 from .shared.say import say, say_json, table
 
 if TYPE_CHECKING:
@@ -48,15 +48,13 @@ def doctor(
     if nodes:
         _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
         return
-    for folder in folders or ():
-        check_there(folder, "a folder")
+    for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
+        require(folder.is_dir(), folder, None, "a folder", "no such folder")
+    if exclude or gbits is not None:
+        raise BadInput("doctor", "--exclude-faulty and --gbits", expected="--nodes beside them", found="none")
     from ..machine import diagnose
     from ..runs.terminal import plain_console
 
-    for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
-        require(folder.is_dir(), folder, None, "a folder that exists", "none")
-    if exclude or gbits is not None:
-        raise BadInput("doctor", "--exclude-faulty and --gbits", expected="--nodes beside them", found="none")
     with plain_console(stderr=True).status("checking") as status:
         findings = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:

@@ -8,7 +8,7 @@ import typer
 
 from ..system import counted
 from .shared.options import ADAPTER, DEVICE, DTYPE, Strict
-from .shared.parameters import As, Count, MaybeCount, Place, Range, check_tokens_there, check_weights_there
+from .shared.parameters import As, Count, MaybeCount, Place, Range
 from .shared.say import say
 
 
@@ -46,8 +46,6 @@ def evaluate(
         trilith evaluate run held-out --sequence-length 1024 --rows 200
         trilith evaluate Llama-3.2-1B chat --adapter chat-run --json
     """
-    check_weights_there(source, "a Hugging Face folder or a checkpoint")
-    check_tokens_there(tokens)
     from ..generation.command import Ranks
     from ..parallel_state import Layout
     from ..training.evaluation import Figures, Question, run_evaluation

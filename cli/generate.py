@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
-from .shared.parameters import As, Count, Place, Range, check_weights_there, from_options
+from .shared.parameters import As, Count, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
 
@@ -51,7 +51,6 @@ def generate(
         trilith generate run --prompt "Once" --tensor 2
     """
     options = locals()
-    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.command import Ranks
     from ..generation.request import Request, run_generation

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..system import BadInput, counted
 from .shared.options import CONFIG, NAMES
-from .shared.parameters import As, Place, check_weights_there
+from .shared.parameters import As, Place
 from .shared.say import print_table, say, table
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from difflib import get_close_matches
     from math import prod
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..system import BadInput, counted
 from .shared.options import FORCE, recipe_names
-from .shared.parameters import MaybeCount, Overrides, Range, check_recipe_there
+from .shared.parameters import MaybeCount, Overrides, Range, There
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def launch(
         Literal["slurm", "kubernetes", "jobset"],
         "slurm, kubernetes (Kubeflow Trainer) or jobset (plain Kubernetes)",
     ],
-    recipe: Annotated[str, "TOML file, or the name of a recipe that is installed with trilith", recipe_names],
+    recipe: Annotated[
+        str, There, "TOML file, or the name of a recipe that is installed with trilith", recipe_names
+    ],
     overrides: Overrides = None,
     *,
     nodes: Annotated[MaybeCount, "number of hosts; default: as many as the ranks fill"] = None,
@@ -55,7 +57,6 @@ def launch(
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
     options = locals()
-    check_recipe_there(recipe)
     from ..cluster import SYSTEMS, job_of, operand, render
     from ..recipes.recipe import load_recipe
     from ..storage.staging import output_file

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from .convert import write_weights
 from .shared.options import WORKERS, Strict
-from .shared.parameters import Count, Place, check_weights_there
+from .shared.parameters import Count, Place
 
 
 def merge_lora(
@@ -27,8 +27,6 @@ def merge_lora(
         trilith merge-lora Llama-3.2-1B lora-run merged
         trilith merge-lora Llama-3.2-1B adapter merged
     """
-    check_weights_there(base, "a Hugging Face folder or a checkpoint")
-    check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
     from ..checkpoints import plan_merge
     from ..system import check_workers
     from .shared.model_card import model_card

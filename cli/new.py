@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Annotated
 
 from .shared.options import FORCE, GPU_TYPE, size_names
-from .shared.parameters import As, MaybeCount, Range, check_model_there, check_tokens_there, from_options
+from .shared.parameters import As, MaybeCount, Range, There, from_options
 from .shared.say import say, say_next
 
 
 def new(
     *,
     model: Annotated[
-        str, "Hugging Face folder, or published size or config.json to start from scratch", size_names
+        str, There, "Hugging Face folder, or published size or config.json to start from scratch", size_names
     ],
     data: Annotated[Path, As("TOKENS"), "token file of `trilith tokenize`"],
     gpus: Annotated[int, Range(1, 2**20), "number of GPUs"],
@@ -36,8 +36,6 @@ def new(
         trilith new --model Llama-3.2-1B --data sft --gpus 1 --lora 16 --out lora.toml
     """
     options = locals()
-    check_model_there(model)
-    check_tokens_there(data)
     from ..data.token_index import TokenPaths
     from ..planner.search.new_recipe import new_recipe
     from ..planner.time import machine_named

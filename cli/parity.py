@@ -6,7 +6,7 @@ import typer
 
 from ..system import BadInput
 from .shared.options import IMPLEMENTATION, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed, schedule_names
-from .shared.parameters import As, Count, MaybeCount, Place, Range, check_weights_there
+from .shared.parameters import As, Count, MaybeCount, Place, Range
 from .shared.say import say
 
 
@@ -48,8 +48,6 @@ def parity(
         trilith parity Mixtral-8x7B --data 2 --expert 2 --zero 1 --modules
     """
     options = locals()
-
-    check_weights_there(folder, "a Hugging Face folder")
     from pydantic import ValidationError
 
     from ..parallel_state import dtype_name, dtype_named, from_validation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..system import BadInput, counted, no_garbage_search, require, usable_cores
 from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
-from .shared.parameters import As, MaybeCount, Range, check_model_there
+from .shared.parameters import As, MaybeCount, Range, There
 from .shared.say import progress_bar, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MOST_COUNTS = 64
 
 @no_garbage_search(hide=True)
 def plan(
-    model: Annotated[str, "published size, config.json, Hugging Face folder, or recipe", model_names],
+    model: Annotated[str, There, "published size, config.json, Hugging Face folder, or recipe", model_names],
     *,
     gpus: Annotated[str | None, "number of GPUs, or several such as 8,16,32 for a scaling curve"] = None,
     gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
@@ -73,7 +73,6 @@ def plan(
         trilith plan llama-3.1-70b --gpus 4 --generate --sequence-length 8192,32768
         trilith plan smollm2-135m --gpus 2 --sequence-length 512 --global-batch 8 --machine bench.json
     """
-    check_model_there(model)
     from dataclasses import replace
 
     from ..planner.search.report import asked, recipe_toml

@@ -39,7 +39,7 @@ def recipe(
         trilith recipe from-megatron --out recipe.toml -- --nproc_per_node 8 pretrain_gpt.py --num-layers 32
     """
     if not words:
-        check_there(file, "a configuration", kind="file")
+        check_there(file, "a configuration of another trainer")
     from ..recipes.foreign.from_deepspeed import from_deepspeed
     from ..recipes.foreign.from_megatron import from_megatron
     from ..recipes.foreign.from_trainer import from_trainer

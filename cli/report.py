@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 from .shared.options import FORCE, Strict
-from .shared.parameters import As, check_there
+from .shared.parameters import As, There
 from .shared.say import say
 
 
 def report(
-    runs: Annotated[list[Path], As("RUN"), "folder of a run; several runs are compared"],
+    runs: Annotated[list[Path], There, As("RUN"), "folder of a run; several runs are compared"],
     *,
     out: Annotated[
         Path | None, "HTML file to write; default: report.html in the run's folder, or here for several runs"
@@ -26,8 +26,6 @@ def report(
         trilith report run
         trilith report run-a run-b --out compared.html
     """
-    for run in runs:
-        check_there(run, "a run's folder")
     from ..runs.report.page import write_report
 
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..system import counted
-from .shared.parameters import check_there
+from .shared.parameters import There
 from .shared.say import say
 
 #: Exit code with --exit-code while ranks still run.
@@ -14,7 +14,7 @@ STILL_RUNNING = 1
 
 
 def status(
-    run: Annotated[Path, "folder of a run: the recipe's key out"],
+    run: Annotated[Path, There, "folder of a run: the recipe's key out"],
     *,
     since: Annotated[Path | None, "ignore starts older than this file, which is on the same disk"] = None,
     exit_code: Annotated[bool, "end with the run's exit code, or with 1 while it runs"] = False,
@@ -36,7 +36,6 @@ def status(
         trilith status run --since run/job-started --exit-code
         trilith status run --why
     """
-    check_there(run, "a run's folder")
     from ..runs.events import outcome
     from ..runs.flight_recorder import read_records_of, who_waits
     from ..runs.heartbeat import status_folder

@@ -117,8 +117,8 @@ def tokenize(
     options = locals()
     if origin is None:  # else a prefix of files, or a weight
         for path in inputs:
-            check_there(path, "text, .jsonl or .parquet", kind="file")
-    check_there(tokenizer, "a tokenizer folder or a SentencePiece .model file", kind="folder or file")
+            check_there(path, INPUTS)
+    check_there(tokenizer, "a Hugging Face folder or a SentencePiece .model file")
     if origin is not None:
         index_files(context, inputs, tokenizer, out, origin, quiet=quiet)
         return

@@ -11,7 +11,7 @@ import typer
 
 from ..system import counted, no_garbage_search, require
 from .shared.options import Strict, recipe_names
-from .shared.parameters import As, Overrides, check_recipe_there
+from .shared.parameters import As, Overrides, There
 from .shared.say import print_table, say, say_next, table
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ _table = partial(table, right=("GB", "MB", "MB on the wire", "share", "ranks", "
 
 
 def train(
-    recipe: Annotated[Path, "TOML file, or name of a recipe that is installed with trilith", recipe_names],
+    recipe: Annotated[
+        Path, There, "TOML file, or name of a recipe that is installed with trilith", recipe_names
+    ],
     overrides: Overrides = None,
     *,
     nproc: Annotated[int | None, "number of local processes; default: the layout's ranks"] = None,
@@ -69,7 +71,6 @@ def train(
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
             --rdzv-id NAME --no-python trilith train recipe.toml
     """
-    check_recipe_there(recipe)
     if dry:
         _dry_run(recipe, overrides or [], rank, exact=exact, html=html)
         return

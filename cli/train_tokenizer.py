@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 from .shared.options import INPUTS, JSON_KEY
-from .shared.parameters import As, check_there
+from .shared.parameters import As, There
 from .shared.say import say
 
 
 def train_tokenizer(
-    inputs: Annotated[list[Path], As("INPUT"), INPUTS],
+    inputs: Annotated[list[Path], There, As("INPUT"), INPUTS],
     *,
     vocab_size: Annotated[int, "number of token ids, including 3 special tokens and 256 byte tokens"],
     out: Annotated[Path, As("FOLDER"), "new folder for the tokenizer"],
@@ -30,8 +30,6 @@ def train_tokenizer(
         trilith train-tokenizer corpus.txt --vocab-size 32000 --out tokenizer
         trilith train-tokenizer part-*.jsonl --json-key content --vocab-size 32000 --out tokenizer
     """
-    for file in inputs:
-        check_there(file, "text, .jsonl or .parquet", kind="file")
     from ..data.text.text_and_jsonl import check_inputs, paragraphs_of
     from ..data.text.tokenizer_training import train_tokenizer as train
     from ..storage.output_places import check_place

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from ..system import counted, require
 from .shared.options import CONFIG, NAMES, Strict
-from .shared.parameters import As, Place, check_weights_there
+from .shared.parameters import As, Place
 from .shared.say import byte_progress, say
 
 
@@ -33,7 +33,6 @@ def verify(
         trilith verify tokens
         trilith verify s3://bucket/run
     """
-    check_weights_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
     from ..data.token_file import names_tokens
 
     if names_tokens(source):

@@ -216,6 +216,8 @@ def shipped_recipes() -> list[str]:
 def recipe_file(name: str | Path) -> Path:
     """Return the file at this path, or the shipped recipe of this name; else ``BadInput`` lists them."""
     path = Path(name)
+    todo = f'A recipe trains the model in it: model = {{ init_from = "{name}" }}'
+    require(not path.is_dir(), path, None, "a recipe, a TOML file", "a folder", todo)
     if path.exists() or path.suffix == ".toml" or len(path.parts) != 1:
         return path
     if path.name not in (names := shipped_recipes()):

@@ -164,7 +164,7 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
 def what_is_there(folder: Path) -> str:
     """Return what there is in the place of a run's folder, in words."""
     if not folder.is_dir():
-        return "a file"
+        return "a file" if folder.exists() else "nothing there"
     kind = next(iter(kinds_of(folder)), None)
     return "a folder without a run" if kind in (None, FolderKind.RUN) else kind.value
 

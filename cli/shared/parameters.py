@@ -9,8 +9,7 @@ parameter, such as the context or one that typer's own declaration describes, is
 import inspect
 import os
 import re
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import typer
 from typer.models import ParameterInfo
 
-from ...system import BadInput, address_of, require
-from .options import model_names, recipe_names
+from ...system import BadInput, address_of
 
 
 class Range(NamedTuple):
@@ -38,7 +36,11 @@ class As:
         self.metavar = next((name for name in names if not name.startswith("-")), None)
 
 
-class OrAddress:
+class There:
+    """Mark what is read: where nothing is, the parameter's help says what was expected (``check_there``)."""
+
+
+class OrAddress(There):
     """Mark a text that names a path of this machine, an address or a model of the hub.
 
     What has the type ``Path`` is a path of this machine alone.
@@ -71,10 +73,14 @@ def written(context: typer.Context) -> dict[str, str]:
 
 
 def declared(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with typer's declarations of its parameters."""
+    """Return the command with typer's declarations of its parameters; it looks first for what it reads."""
 
     @wraps(command)
     def called(**values: Any) -> None:
+        for parameter in read:
+            paths, completion = values[parameter.name], parameter.default.autocompletion
+            for path in paths if isinstance(paths, list) else [paths]:
+                check_there(path, parameter.default.help, completion("") if completion else ())
         command(**values)
 
     hints = get_type_hints(command, include_extras=True)
@@ -82,6 +88,7 @@ def declared(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [
         _declared(each, hints.get(each.name, each.annotation)) for each in signature.parameters.values()
     ]
+    read = [each for each in parameters if {There, OrAddress} & {*get_args(hints.get(each.name))}]
     # typer reads both; the type of a function does not state the first.
     called.__dict__["__signature__"] = signature.replace(parameters=parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -130,60 +137,29 @@ def _continued(line: re.Match[str]) -> str:
 
 #: A name such as "meta-llama/Llama-3.2-1B", which may be that of a model of the hub.
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+#: Of the names that a parameter knows, the most that a refusal lists.
+_MOST_NAMED = 8
 
 
-def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``BadInput`` for a path where nothing is. Whether an address will do is found out later."""
-    require(address_of(name) is not None or os.path.lexists(name), name, None, expected, f"no such {kind}")
+def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> None:
+    """Raise ``BadInput`` for a path where nothing is, unless it is one of the ``known`` names.
 
-
-def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``BadInput`` as ``check_there`` does, unless the name may be that of a model of the hub (as
-    ``from_hub`` tells), of a token file, or of what a killed command left: then another file's name has this
-    one in it.
+    Whether an address will do is found out later. So it is with a text that may name a model of the hub (as
+    ``from_hub`` tells), or a token file or what a killed command left: another file has its name in it.
     """
-    path = Path(name)
-    of_the_hub = _OF_THE_HUB.fullmatch(str(name)) and not os.path.lexists(path.parent)
-    if of_the_hub or path.name in ("", ".."):
+    path, names_weights = Path(name), isinstance(name, str) and not known
+    if address_of(name) is not None or os.path.lexists(path) or str(name).lower() in known:
         return
-    try:
-        others = os.listdir(path.parent)
-    except FileNotFoundError:
-        others = []
-    except OSError:  # not one to look into
-        return
-    if not any(path.name in other for other in others):
-        check_there(name, expected, kind=kind)
-
-
-def check_recipe_there(recipe: str | Path) -> None:
-    """Raise ``BadInput`` where neither a file is nor a recipe of this name comes with trilith."""
-    names = recipe_names("")
-    if str(recipe) in names:
-        return
-    todo = "" if Path(recipe).suffix == ".toml" else f"These come with trilith: {', '.join(names)}"
-    require(os.path.lexists(recipe), recipe, None, "a recipe", "no such file", todo)
-    todo = f'A recipe trains the model in it: model = {{ init_from = "{recipe}" }}'
-    require(not os.path.isdir(recipe), recipe, None, "a recipe, a TOML file", "a folder", todo)
-
-
-def check_model_there(model: str) -> None:
-    """Raise ``BadInput`` for a name of no file or folder, and of no published size or recipe."""
-    names = model_names("")
-    if model.lower() in names or os.path.lexists(model):
-        return
-    expected = "a published size, a config.json, a Hugging Face folder or a recipe"
-    near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
-    todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes"
-    raise BadInput(model, expected=expected, found="no such file or name", todo=todo)
-
-
-def check_tokens_there(name: Path) -> None:
-    """Raise ``BadInput`` where no token file of this name is."""
-    if address_of(name) is None and not os.path.lexists(f"{name}.json"):
-        text = os.path.lexists(name)
-        todo = (
-            f"trilith tokenize {shlex.quote(str(name)) if text else 'TEXT'} --tokenizer FOLDER --out tokens"
-        )
-        kind = "another file" if text else "no such file"
-        raise BadInput(name, expected="a token file", found=kind, todo=todo)
+    if names_weights:
+        of_the_hub = _OF_THE_HUB.fullmatch(str(name)) and not os.path.lexists(path.parent)
+        try:
+            others = os.listdir(path.parent)
+        except OSError as error:  # a folder that is not one to look into is refused later
+            others = [] if isinstance(error, FileNotFoundError) else [path.name]
+        if of_the_hub or path.name in ("", "..") or any(path.name in other for other in others):
+            return
+    names = [] if path.suffix in (".toml", ".json") else known
+    near = get_close_matches(str(name).lower(), names, n=_MOST_NAMED, cutoff=0.0)
+    todo = f"Nearest: {', '.join(near)}" if near else ""
+    absent = f"no such file or {'name' if known else 'folder'}"
+    raise BadInput(name, expected=expected.partition(";")[0], found=absent, todo=todo)

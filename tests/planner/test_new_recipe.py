@@ -60,8 +60,14 @@ def refused(words, says):
 
 
 test_what_cannot_be_is_refused = refusals(
-    refused("hf --data none", "none: expected a token file, found no such file. trilith tokenize TEXT"),
-    refused("hf --data hf", "hf: expected a token file, found another file. trilith tokenize hf "),
-    refused("gpt22 --data tokens", "gpt22: expected a published size.*Nearest: gpt2"),
+    refused(
+        "hf --data none",
+        "none: expected a token file, found no none.json.*: trilith tokenize TEXT",
+    ),
+    refused(
+        "hf --data hf",
+        "hf: expected a token file, found a folder.*: trilith tokenize hf ",
+    ),
+    refused("gpt22 --data tokens", "gpt22: expected Hugging Face folder, or published size.*Nearest: gpt2"),
     refused("hf --data tokens --sequence-length 5000", "sequence_length|at least 5,001"),
 )
