@@ -106,7 +106,7 @@ def walk(stranger, wheel):
     stranger.type("trilith", "--version", says=wheel.name.split("-")[1])
     where = stranger.type(python, "-c", "import trilith; print(trilith.__file__)")
     assert where.startswith(str(folder)), f"the checkout was imported: {where}"
-    stranger.type("trilith", "quickstart", says="same bytes")
+    stranger.type("trilith", "quickstart", says="equal, bit for bit")
 
     stranger.type(python, "-c", TEXT, into="own.txt")
     stranger.type(

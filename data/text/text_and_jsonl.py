@@ -139,12 +139,7 @@ def paragraphs_of(paths: list[Path], json_key: str) -> Iterator[str]:
     for path in paths:
         for block in read_blocks(path, split_paragraphs=False, json_key=json_key):
             for _, text in documents_of(block, json_key):
-                yield from paragraphs(text)
-
-
-def paragraphs(text: str) -> list[str]:
-    """Return the pieces between blank lines, whitespace kept."""
-    return [part for part in text.split("\n\n") if part.strip()]
+                yield from (part for part in text.split("\n\n") if part.strip())
 
 
 def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:

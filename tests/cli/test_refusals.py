@@ -292,4 +292,4 @@ def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, ca
 @pytest.mark.slow
 def test_the_quickstart_holds_what_it_says(tmp_path):
     checks = Quickstart(tmp_path / "q", lambda line: None).run()
-    assert len(checks) == 7 and all(check.passed for check in checks), checks
+    assert len(checks) == 4 and all(check.passed for check in checks), checks
