@@ -32,8 +32,6 @@ def from_deepspeed(
     draft = RecipeDraft(where)
     draft.set("out", "run")
     draft.set("device", "cuda")
-    for key in ("steps", "model.init_from", "data.tokens", "data.sequence_length"):
-        draft.blank(key)
     _precision(config, draft)
     _layout(config, draft, ranks)
     _optimizer(config, draft)
@@ -94,7 +92,7 @@ def _layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> Non
     fits = not rows or rows == unit * (accumulation or rows // unit)
     expected = f"micro-batches of {micro_batch} x {accumulation or 'some'} steps x {data} data ranks"
     config.require(fits, "train_batch_size", expected, rows)
-    draft.set_or_blank("data.global_batch", rows or (micro_batch and unit * (accumulation or 1)))
+    draft.set("data.global_batch", rows or (micro_batch and unit * (accumulation or 1)))
     if context > 1:
         draft.set("layout.context", context, ULYSSES)
     draft.set_axes(tensor=tensor, pipeline=stages)

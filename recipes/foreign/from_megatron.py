@@ -131,7 +131,7 @@ def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
     config.require(rows % (micro_batch * data) == 0, "global_batch_size", expected, rows)
     draft.set("data.micro_batch", micro_batch)
     draft.set("data.global_batch", rows)
-    draft.set_or_blank("data.sequence_length", config.whole("seq_length", least=1))
+    draft.set("data.sequence_length", config.whole("seq_length", least=1))
     return rows
 
 
@@ -160,12 +160,10 @@ def _steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -
     style = config.one_of("lr_decay_style", _SCHEDULES) or "linear"
     alone = fraction is None or not warmup
     config.require(alone, "lr_warmup_fraction", "this or a number of iterations or samples", "both")
-    if steps is None:
-        draft.blank("steps")
-    elif decay is not None and decay > steps and style != "constant":
+    if steps is not None and decay is not None and decay > steps and style != "constant":
         draft.set("steps", decay, "the rate falls over these")
         draft.set("stop_after", steps)
-    else:
+    elif steps is not None:
         draft.set("steps", steps, counted(samples, "sample") if samples else "")
         if decay is not None and decay < steps and style != "constant":
             why = f"the rate is lowest after {counted(steps, 'step')}, the last one"
@@ -235,7 +233,8 @@ def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
     train_paths = config.value("train_data_path")
-    _token_files(draft, config.value("data_path") or train_paths)
+    if (paths := config.value("data_path") or train_paths) is not None:
+        _token_files(draft, paths)
     held_out_paths = config.value("valid_data_path")
     if held_out_paths is not None:
         names, weights = _blend(draft, held_out_paths)
@@ -260,9 +259,6 @@ def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _token_files(draft: RecipeDraft, paths: Any) -> None:
-    if paths is None:
-        draft.blank("data.tokens")
-        return
     names, weights = _blend(draft, paths)
     remark = "with an index beside each: trilith tokenize PREFIX --from megatron --out PREFIX"
     draft.set("data.tokens", names if len(names) > 1 else names[0], remark)

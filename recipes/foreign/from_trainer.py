@@ -42,8 +42,6 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     draft.set("out", config.text("output_dir") or "run")
     draft.set("device", "cpu" if config.flag("use_cpu") or config.flag("no_cuda") else "cuda")
     draft.set("seed", config.whole("seed"))
-    draft.blank("model.init_from")
-    draft.blank("data.tokens")
     _rows(config, draft)
     if deepspeed and ranks is None:
         ranks = draft.values["layout.data"] * sizes.tensor * sizes.context
@@ -72,7 +70,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
 def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate TRL's keys: the length of rows, and how conversations become rows."""
     length = config.whole("max_length", least=1) or config.whole("max_seq_length", least=1)
-    draft.set_or_blank("data.sequence_length", length)
+    draft.set("data.sequence_length", length)
     if (packing := config.value("packing")) is not None:
         remark = "of conversations: `trilith tokenize --chat` makes the tokens"
         draft.set("data.samples", "packed" if packing else "single", remark)
@@ -87,8 +85,7 @@ def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:
         return steps
     total = draft.values.get("steps")
     if not isinstance(total, int):
-        draft.blank("steps", f"{epochs:g} epochs x rows / data.global_batch")
-        draft.miss("num_train_epochs", epochs, "a run is so many steps, whatever the size of the data")
+        draft.miss("num_train_epochs", epochs, "steps are these epochs x rows / data.global_batch")
     return total
 
 

@@ -13,7 +13,6 @@ def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
     """Set the model's keys, and tell whether a family here is that model."""
     fields = _family_fields(config, draft)
     if fields is None:
-        draft.blank("model.init_from")
         return False
     if (hidden := _dropouts(config)[1]) and not any(
         "dropout" in key or "pdrop" in key for key in fields if key != "attention_dropout"
@@ -27,7 +26,7 @@ def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
     family_of(fields, config.where).from_hf({"vocab_size": vocabulary or 2**16, **fields}, config.where)
     for key, field in fields.items():
         draft.set(f"model.config.{key}", field)
-    draft.set_or_blank("model.config.vocab_size", vocabulary)
+    draft.set("model.config.vocab_size", vocabulary)
     return True
 
 

@@ -37,7 +37,7 @@ def reason_of(origin: str, key: str) -> str:
 
 ULYSSES = "Ulysses deals heads out; here keys and values are gathered"
 
-#: Keys that the user may have to fill in: with what, and what stands there while the rest is checked.
+#: Keys that a recipe needs: what the user fills in, and what stands there while the rest is checked.
 _BLANKS: dict[str, tuple[str, Any]] = {
     "steps": ("how many updates", 10**9),
     "model.init_from": ("a Hugging Face folder, or model.config to start from scratch", "model"),
@@ -55,8 +55,6 @@ class RecipeDraft:
         self.where = where
         self.values: dict[str, Any] = {}
         self._remarks: dict[str, str] = {}
-        #: Keys that the recipe needs and the file does not have, and what belongs there.
-        self.blanks: dict[str, str] = {}
         #: One line each: what could not be mapped, and why.
         self.missed: list[str] = []
 
@@ -65,15 +63,8 @@ class RecipeDraft:
         if value is None:
             return
         self.values[key] = value
-        self.blanks.pop(key, None)
         if remark:
             self._remarks[key] = remark
-
-    def set_or_blank(self, key: str, value: Any) -> None:
-        """Set a key, or leave it to the user if there is no value."""
-        self.set(key, value)
-        if value is None:
-            self.blank(key)
 
     def set_axes(self, **sizes: int) -> None:
         """Set the axes of the layout that have several ranks."""
@@ -84,9 +75,12 @@ class RecipeDraft:
     def set_offload(self) -> None:
         self.set("memory.offload", True, "weights, gradients and moments together")
 
-    def blank(self, key: str, why: str = "") -> None:
-        """Note a key that the user has to fill in; ``why`` replaces the usual hint."""
-        self.blanks[key] = why or _BLANKS[key][0]
+    @property
+    def blanks(self) -> dict[str, str]:
+        """Return the keys that the recipe needs and the file does not have, and what belongs there."""
+        from_scratch = any(key.startswith("model.config.") for key in self.values)
+        idle = "model.init_from" if from_scratch else "model.config.vocab_size"
+        return {key: why for key, (why, _) in _BLANKS.items() if key not in {*self.values, idle}}
 
     def miss(self, key: str, value: Any, why: str) -> None:
         """Note that ``value`` of the file's ``key`` is not in the recipe."""
