@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from trilith.layers import Stage
 from trilith.parallel_state import Layout, ParallelState
-from trilith.pipeline.driver import Pipeline, StageModule
-from trilith.pipeline.relay import Travels
+from trilith.pipeline import Stages
 from trilith.pipeline.schedule_actions import Action, Kind, actions
 from trilith.pipeline.timetable import UNIT_COSTS, Timed, Timetable
 from trilith.ranks.pool import run_parallel
@@ -56,26 +56,38 @@ def slept_rank(
 ) -> Record:
     """Run the schedule in a group of the pipeline's ranks; return this rank's actions with start and stop."""
     state = ParallelState.start(layout)
-    numbers = layout.stages_of(state.at.pipeline)
-    stages = [SleepingStage(number, costs, unit) for number in numbers]
-    travels = Travels((1, 1), torch.float32)
-    schedule = Pipeline(
-        [StageModule(stage, [stage]) for stage in stages],
-        lambda output, target: output.sum(),
-        name=name,
-        microbatches=micro_batches,
-        travels=[travels] * (layout.stages + 1),
-        state=state,
-    )
-    whole = torch.zeros(micro_batches, 1)
+    model = SleepingModel(state, costs, unit)
+    sleepers = [module for module in model.modules() if isinstance(module, SleepingStage)]
+    stages, samples = Stages(model, state, dtype=torch.float32), {"x": torch.zeros(micro_batches, 1)}
+    stages.fit({"x": samples["x"][:1]})
     for _ in range(2):
-        for stage in stages:
-            stage.records.clear()
+        for sleeper in sleepers:
+            sleeper.records.clear()
         dist.barrier()
-        schedule.step(
-            *((whole,) if 0 in numbers else ()), target=whole if layout.stages - 1 in numbers else None
-        )
-    return {key: times for stage in stages for key, times in stage.records.items()}
+        stages.train(samples, lambda output, _: output.sum(), schedule=name, micro_batch=1)
+    return {key: times for sleeper in sleepers for key, times in sleeper.records.items()}
+
+
+class SleepingModel(nn.Module):
+    """Hold the stages of a rank."""
+
+    first_input = "x"
+
+    def __init__(self, state: ParallelState, costs: Mapping[Kind, float], unit: float) -> None:
+        super().__init__()
+        self.stage = Stage.of(state.layout.stages, state=state)
+        numbers = [part.number for part in self.stage.parts]
+        self.sleepers = nn.ModuleDict({str(number): SleepingStage(number, costs, unit) for number in numbers})
+
+    def hidden_shape(self, x: Tensor) -> torch.Size:
+        return x.shape
+
+    def uses(self, stage: Stage) -> list[nn.Module]:
+        return [self.sleepers[str(stage.number)]]
+
+    def forward(self, hidden: Tensor, *, stage: Stage | None = None) -> Tensor:
+        output: Tensor = self.sleepers[str((stage or self.stage).number)](hidden)
+        return output
 
 
 class SleepingStage(nn.Module):

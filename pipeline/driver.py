@@ -6,7 +6,7 @@ over the data ranks as soon as those of a micro-batch are there (``zero`` 2 and 
 the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pass or in two.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -30,33 +30,33 @@ from ..parallel_state.engine.fully_sharded import (
     sum_gradients,
 )
 from ..parallel_state.engine.weight_gradients import compute_weight_gradients
-from .relay import Travels, greet
+from .relay import Travels, greet, sent_as
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
+from .stages import Samples, Stages
 
 
 class StageModule(nn.Module):
-    """Hold what a stage computes with: its ``forward``, and the modules whose parameters it uses.
+    """Hold what a stage of ``stages`` computes with: the modules whose parameters it uses."""
 
-    ``root``: the module that FSDP was applied to, if it was. It is the whole model, of which each stage on
-    this rank is a view, or the one module itself.
-    """
-
-    def __init__(
-        self, forward: Callable[..., Tensor], uses: Sequence[nn.Module], root: FSDPModule | None = None
-    ) -> None:
+    def __init__(self, stages: Stages, number: int) -> None:
         super().__init__()
-        self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
-        self.uses = nn.ModuleList(uses)
-        #: What FSDP shards of this stage alone, and with the root, which several stages may share.
-        self.own = [sharded for module in uses for sharded in fsdp_modules(module) if sharded is not root]
-        roots = [] if root is None else [root]
-        uses_root = not all(is_sharded(module) and module is not root for module in uses)
+        self._stages, self._number, model = stages, number, stages.model
+        part = stages.parts[number] or getattr(model, "stage", None)
+        modules: Sequence[nn.Module] = model.uses(part) if hasattr(model, "uses") else [model]
+        self.uses = nn.ModuleList(modules)
+        #: What FSDP shards of this stage alone; and with the whole model, which several stages may share.
+        self.own = [sharded for module in modules for sharded in fsdp_modules(module) if sharded is not model]
+        roots = [model] if is_sharded(model) else []
+        uses_root = not all(is_sharded(module) and module is not model for module in modules)
         self.sharded = [*self.own, *(roots if uses_root else [])]
         #: What FSDP's hooks would gather although this stage computes without it.
         self.unused = [] if uses_root else roots
 
-    def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
-        return self._run(*inputs, **keywords)
+    def forward(self, x: Tensor, /, **keywords: Tensor) -> Any:
+        """Return what the stage sends for a micro-batch, or the last one the share of the step's loss."""
+        samples, stages = {name[1:]: sample for name, sample in keywords.items()}, self._stages
+        output = stages.run_stage(self._number, x, samples)
+        return stages.loss(output, samples) if self._number == stages.state.layout.stages - 1 else output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield also the whole parameters that FSDP gathers: autograd's graph is made of them."""
@@ -64,22 +64,10 @@ class StageModule(nn.Module):
 
 
 class DrivenStage(pipelining.PipelineStage):
-    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last.
+    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last."""
 
-    ``trains_all``: whether every micro-batch gives every trained parameter of a block a gradient. If so,
-    replicas of a block's shards (HSDP) sum their gradients at the last one alone.
-    """
-
-    def __init__(
-        self,
-        module: StageModule,
-        number: int,
-        state: ParallelState,
-        takes: Travels,
-        gives: Travels,
-        *,
-        trains_all: bool,
-    ) -> None:
+    def __init__(self, stages: Stages, number: int, takes: Travels, gives: Travels) -> None:
+        state, model, module = stages.state, stages.model, StageModule(stages, number)
         zero, self._takes, self._gives = state.layout.zero, takes.meta(), gives.meta()
         super().__init__(
             module, number, state.layout.stages, state.device, group=state.pipeline.group,
@@ -87,8 +75,11 @@ class DrivenStage(pipelining.PipelineStage):
         )  # fmt: skip
         self.args_recv_info, self.grad_recv_info = _WithoutMemory(), _WithoutMemory()
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
-        self.replicas_wait = module.own if trains_all else []
-        self._order = ForwardOrder(module.root[0]) if self.gathers_each and module.root else None
+        self.root = model if is_sharded(model) else None
+        #: If each micro-batch gives each trained parameter a gradient, replicas of a block's shards (HSDP)
+        #: sum theirs at the last one alone.
+        self.replicas_wait = module.own if getattr(model, "trains_all", False) else []
+        self._order = ForwardOrder(model) if self.gathers_each and self.root is not None else None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives a micro-batch's input, into memory that is made now."""
@@ -161,15 +152,14 @@ class DrivenStage(pipelining.PipelineStage):
             with self._sparing(), self._summing(last_backward):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             return
-        root = self.module.root and self.module.root[0]
         if self.gathers_each:
             gather_weights(self.module.sharded)
-        with self._sparing(), in_one_backward(root):
+        with self._sparing(), in_one_backward(self.root):
             inputs, groups, *outputs = self.backward_state[bwd_chunk_id]
             compute_weight_gradients(self.module.parameters(), groups)
             self.backward_state[bwd_chunk_id] = (inputs, [], *outputs)  # torch has no group left to compute
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            if root is None:  # FSDP copies gradients anyway
+            if self.root is None:  # FSDP copies gradients anyway
                 _lay_out_gradients(self.module.parameters())
             with self._summing(last_backward) as modules:
                 sum_gradients(modules)
@@ -222,55 +212,49 @@ def _free(infos: Sequence[Any]) -> None:
 class Pipeline:
     """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks.
 
-    ``name`` is the schedule over this rank's ``stages``, those that ``layout.stages_of`` numbers. Each stage
-    of the model takes one tensor like its entry of ``travels``, and gives one like the next entry: the last
-    one the micro-batch's share of the step's loss. ``trains_all``: see ``DrivenStage``.
-
-    Raises ``BadInput`` for an unknown name, and for micro-batches or stages that the schedule cannot run.
+    ``name`` is the schedule over this rank's ``stages``, of ``count`` micro-batches with ``rows`` samples.
+    Raises ``BadInput`` for an unknown name, and for micro-batches or stages that it cannot run.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StageModule],
-        *,
-        name: str,
-        microbatches: int,
-        travels: Sequence[Travels],
-        state: ParallelState,
-        trains_all: bool = False,
-    ) -> None:
-        check_schedule(name, state.layout, microbatches)
-        if any(recomputes_operators(module) for stage in stages for module in stage.modules()):
+    def __init__(self, stages: Stages, name: str, count: int, rows: int) -> None:
+        state, model = stages.state, stages.model
+        check_schedule(name, state.layout, count)
+        if any(map(recomputes_operators, model.modules())):
             check_recomputation(name, "selective")
-        driven = [
-            DrivenStage(stage, number, state, *travels[number : number + 2], trains_all=trains_all)
-            for stage, number in zip(stages, state.layout.stages_of(state.at.pipeline), strict=True)
-        ]
+        ends = Travels((rows,), torch.int64), Travels((), torch.float32)
+        travels = [ends[0], *map(sent_as, stages.outputs[:-1]), ends[1]]
+        driven = [DrivenStage(stages, number, *travels[number : number + 2]) for number in stages.parts]
         kind = schedule_kind(name)
         # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
         self._schedule = get_schedule_class(kind.torch_name)(
-            driven if kind.virtual_stages > 1 else driven[0], microbatches, scale_grads=False,
+            driven if kind.virtual_stages > 1 else driven[0], count, scale_grads=False,
             loss_fn=lambda output, target: output,
         )  # fmt: skip
-        self._zero, self._micro_batches = state.layout.zero, microbatches
-        self._roots = [*dict.fromkeys(root for stage in stages for root in stage.root or ())]
+        self._stages, self._count, self._root = stages, count, model if is_sharded(model) else None
         if accelerator.is_accelerator(state.device):
             greet(neighbours(state), state.pipeline.group, state.device)
 
-    def step(self, *inputs: Tensor, **keywords: Any) -> None:
-        """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
-
-        ``inputs`` are the model's, on the rank that holds the first stage; ``keywords`` go to every stage's
-        forward by name. Gradients are in ``.grad``, added to what was there, summed over the data ranks.
+    def step(self, samples: Samples) -> None:
+        """Run one step; collective over the pipeline. Gradients are in ``.grad``, added to what was there,
+        summed over the data ranks.
         """
-        for root in self._roots:  # gathered weights stay until the end, or with ZeRO 3 while their block runs
+        stages, root = self._stages, self._root
+        if root is not None:  # gathered weights stay until the end, or with ZeRO 3 while their block runs
             root.set_is_last_backward(False)
-            root.set_reshard_after_backward(self._zero == 3)
+            root.set_reshard_after_backward(stages.state.layout.zero == 3)
             root.set_requires_gradient_sync(False)
+        first = stages.first_input if 0 in stages.parts else None
+        keywords: dict[str, Any] = {
+            f" {name}": sample  # with a blank, for torch's schedule has keywords of its own
+            for name, sample in samples.items()
+            if stages.has_last or stages.takes(name) or name == first
+        }
+        rows = torch.arange(len(next(iter(samples.values()))), device=stages.state.device)
+        inputs = (rows,) if 0 in stages.parts else ()
         # Torch asks for a target of each micro-batch, although the last stage has computed the loss.
-        target = torch.empty(self._micro_batches)
+        target = torch.empty(self._count)
         self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
-        for root in self._roots:  # sum the gradients that are not summed yet, and free all gathered weights
+        if root is not None:  # sum the gradients that are not summed yet, and free all gathered weights
             end_backward(root)
 
 

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, require, seed_of
-from ..parallel_state.engine import accelerator, is_sharded
+from ..parallel_state.engine import accelerator
 from ..parallel_state.engine.local_tensors import without_view
 from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
 if TYPE_CHECKING:
-    from .driver import Pipeline, StageModule
+    from .driver import Pipeline
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
+#: Returns a micro-batch's share of the step's loss, of the last stage's output and of its samples.
+MicroBatchLoss = Callable[[Any, Samples], Tensor]
 
 
 class Stages:
@@ -42,6 +44,9 @@ class Stages:
 
     ``of_stage(number)``: further keywords of one stage, asked for at each of its runs.
     """
+
+    #: That of the step that runs under a schedule.
+    loss: MicroBatchLoss
 
     def __init__(
         self,
@@ -60,16 +65,15 @@ class Stages:
             "the name of the sample that hidden_shape is given", "none",
         )  # fmt: skip
         self.has_last = state.layout.stages - 1 in self.parts
-        self._takes = keyword_test(model)
+        self.takes = keyword_test(model)
         #: What each stage of the whole model sends, in order, for micro-batches of the present shape.
         self.outputs: list[StageOutput] = []
         self._assumed = False
         #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
         self._seed: int | None = None
         self._runs: dict[int, int] = {}
-        #: The schedule for such micro-batches; the loss of the step that runs.
+        #: The schedule for such micro-batches.
         self._pipeline: Pipeline | None = None
-        self._loss: Callable[[Any, Samples], Tensor] | None = None
 
     @property
     def states_shapes(self) -> bool:
@@ -140,9 +144,9 @@ class Stages:
     def run_stage(self, number: int, x: Tensor | None, micro_batch: Samples) -> Any:
         """Return the model's output of its last stage, and of others what is sent for one micro-batch.
 
-        ``x``: what the stage before has sent; ``None`` for the first stage.
+        ``x``: what the stage before has sent; the first stage uses none.
         """
-        received = () if x is None else split_sent(x, self.outputs[number - 1])
+        received = split_sent(x, self.outputs[number - 1]) if number and x is not None else ()
         made = self._run(number, received, micro_batch)
         last = number == self.state.layout.stages - 1
         return made if last else without_view(as_one(tensors_of(made)))
@@ -161,7 +165,7 @@ class Stages:
                 sent = sent_as(self.outputs[number - 1])
                 x = torch.empty(sent.shape, dtype=sent.dtype, device=self.state.device)
                 exchange([(dist.irecv, x, before)], group)
-            output = self.run_stage(number, x if number else None, micro_batch)
+            output = self.run_stage(number, x, micro_batch)
             if number == layout.stages - 1:
                 return output
             x = output.to(self.outputs[number][0].dtype)
@@ -169,66 +173,24 @@ class Stages:
                 exchange([(dist.isend, x.contiguous(), after)], group)
         return None
 
-    def train(
-        self, samples: Samples, loss: Callable[[Any, Samples], Tensor], *, schedule: str, micro_batch: int
-    ) -> None:
-        """Run forward and backward of all samples in a pipeline, under a schedule. Collective.
-
-        ``loss(output, samples)`` returns the loss of a micro-batch, which the last stage gives.
-        """
-        count = len(next(iter(samples.values())))
+    def train(self, samples: Samples, loss: MicroBatchLoss, *, schedule: str, micro_batch: int) -> None:
+        """Run forward and backward of all samples in a pipeline, under a schedule. Collective."""
         if self._pipeline is None:
             from .driver import Pipeline  # imports torch's compiler: half a second
 
-            self._pipeline = Pipeline(
-                [self._module(number) for number in self.parts],
-                name=schedule,
-                microbatches=count // micro_batch,
-                travels=[
-                    Travels((micro_batch,), torch.int64),
-                    *map(sent_as, self.outputs[:-1]),
-                    Travels((), torch.float32),
-                ],
-                state=self.state,
-                trains_all=getattr(self.model, "trains_all", False),
-            )
-        first = self.first_input if 0 in self.parts else None
-        keywords: dict[str, Any] = {
-            f" {name}": sample  # with a blank, for torch's schedule has keywords of its own
-            for name, sample in samples.items()
-            if self.has_last or self._takes(name) or name == first
-        }
-        numbers = (torch.arange(count, device=self.state.device),) if 0 in self.parts else ()
-        self._loss = loss
+            count = len(next(iter(samples.values())))
+            self._pipeline = Pipeline(self, schedule, count // micro_batch, micro_batch)
+        self.loss = loss
         try:
-            self._pipeline.step(*numbers, **keywords)
+            self._pipeline.step(samples)
         finally:
-            self._loss = None
-
-    def _module(self, number: int) -> StageModule:
-        """Return a stage as a module of its own, which shares the model's parameters."""
-        from .driver import StageModule
-
-        model, received = self.model, self.outputs[number - 1] if number else ()
-        last = number == self.state.layout.stages - 1
-
-        def forward(x: Tensor, /, **keywords: Tensor) -> Tensor:
-            samples = {name[1:]: sample for name, sample in keywords.items()}
-            made = self._run(number, split_sent(x, received) if number else (), samples)
-            if last:
-                assert self._loss is not None, "only train runs the schedule"
-                return self._loss(made, samples)
-            return without_view(as_one(tensors_of(made)))  # a backward in two parts detaches it in place
-
-        part = self.parts[number] or getattr(model, "stage", None)
-        modules = model.uses(part) if hasattr(model, "uses") else [model]
-        return StageModule(forward, modules, model if is_sharded(model) else None)
+            del self.loss
 
     def _run(self, number: int, received: tuple[Tensor, ...], samples: Samples) -> Any:
         if self._seed is not None:
             torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
             self._runs[number] += 1
-        keywords: dict[str, Any] = {name: sample for name, sample in samples.items() if self._takes(name)}
+        keywords: dict[str, Any] = {name: sample for name, sample in samples.items() if self.takes(name)}
         if (part := self.parts[number]) is not None:
             keywords["stage"] = part
         if not number and self.first_input is not None:

@@ -21,8 +21,8 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_weight_gradients
-from trilith.pipeline.driver import DrivenStage, Pipeline, StageModule
-from trilith.pipeline.relay import Travels
+from trilith.pipeline import Stages
+from trilith.pipeline.driver import DrivenStage, Pipeline
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
 from trilith.training import Precision, Step, shard_over_data
 
@@ -110,13 +110,10 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers():
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved-zero-bubble"])
 def test_selective_checkpointing_is_refused_where_a_backward_has_two_parts(schedule):
     state = ParallelState.stand_in(Layout(pipeline=2, **SCHEDULES[schedule]))
-    model, count = Net(state=state), Travels((1,), torch.int64)
+    model = Net(state=state)
     checkpoint_blocks(enumerate(model.blocks.values()), "selective")
     with pytest.raises(BadInput, match=f"memory.checkpointing: expected none with .*{schedule}.*selective"):
-        Pipeline(
-            [StageModule(model.forward, [model])] * 2, name=schedule, microbatches=4,
-            travels=[count] * 5, state=state,
-        )  # fmt: skip
+        Pipeline(Stages(model, state), schedule, 4, 1)
 
 
 def steps_of_shapes(lengths, samples):
