@@ -2,20 +2,20 @@
 shapes alone.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..layers import find_blocks
 from ..parallel_state import Layout, ParallelState, declarations, require
 from ..parallel_state.engine import tensors_in
 from ..pipeline import Stages
 from ..simulation.micro_batch import MicroBatch
+from ..simulation.record import Collective
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from ..system.user_errors import asked
@@ -33,20 +33,11 @@ def check_exchange(
     only those of their own rank.
     """
     cut = Layout(tensor=layout.tensor, context=layout.context, sequence=layout.sequence, ring=layout.ring)
-    model: nn.Module = family.stages_on_meta(config, cut)[0]
-    blocks = {path: block for path, block in model.named_modules() if block in find_blocks(model)}
-    sent, recorder = dict.fromkeys(blocks, 0), Recorder()
-
-    def count(path: str, sign: int, *_: Any) -> None:
-        sent[path] += sign * sum(collective.axis == "context" for collective in recorder.collectives)
-
-    hooks = [block.register_forward_pre_hook(partial(count, path, -1)) for path, block in blocks.items()]
-    hooks += [block.register_forward_hook(partial(count, path, 1)) for path, block in blocks.items()]
-    part = {name: _cut(sample, dims.get(name), layout.context) for name, sample in samples.items()}
-    _run(model, cut, part, "context rank's piece of the samples", recorder, hooks)
-    apart = next((path for path, exchanges in sent.items() if not exchanges), None)
+    seen = _forward(family, config, cut, samples, dims, "context rank's piece of the samples")
+    blocks = [path for path, module in seen.model.named_modules() if module in find_blocks(seen.model)]
+    apart = next((path for path in blocks if all(sent.axis != "context" for sent in seen.sent[path])), None)
     require(
-        apart is None and sent, "recipe", "layout.context",
+        apart is None and blocks, "recipe", "layout.context",
         f"1: {apart or 'the model'} sends nothing between context ranks", layout.context,
         "A block's tokens see those of other ranks by trilith's causal_attention",
     )  # fmt: skip
@@ -57,70 +48,72 @@ def check_split(family: OwnFamily, config: OwnConfig, layout: Layout, samples: M
     they are given without it: their results, or their gradients, would be wrong.
     """
     cuts = [Layout(tensor=layout.tensor, sequence=sequence) for sequence in (False, True)]
-    models: list[nn.Module] = [family.stages_on_meta(config, cut)[0] for cut in cuts]
-    seen = [_numbers(model, cut, samples) for model, cut in zip(models, cuts, strict=True)]
-    ((whole, summed), (here, summed_here)), stated = seen, declarations(models[0])
+    unsplit, split = (_forward(family, config, cut, samples, {}, "tensor rank's samples") for cut in cuts)
+    whole, here, stated = unsplit.numbers, split.numbers, declarations(unsplit.model)
     problem, todo = "", "Split once what you make whole: split_to_tensor(x, state, dim=1) if state.sequence"
-    for name, declaration in declarations(models[1]).items():
+    for name, declaration in declarations(split.model).items():
         path = name.rpartition(".")[0]
         path = path if (path, 0) in here else path.rpartition(".")[0]  # of one of several products
         if problem or (path, 0) not in here or declaration.cut is not None:
             continue
         own = any(here[path, end] * layout.tensor == whole[path, end] > 0 for end in (0, 1))
         if "tensor" not in declaration.partial:
-            if own and models[1].get_parameter(name).requires_grad:
+            if own and split.model.get_parameter(name).requires_grad:
                 problem = f"{name} meets a rank's own tokens, and its gradient is not summed"
                 todo = "Declare it with partial=('tensor',) if state.sequence, as trilith's norms do"
         elif not own and "tensor" not in stated[name].partial:
             problem = f"{path} is given all tokens, not a rank's own"
-    if summed_here > summed:
+    if split.summed > unsplit.summed:
         problem = problem or "its linears are given all tokens, not a rank's own"
     require(not problem, "recipe", "layout.sequence", f"false: {problem}", "true", todo)
 
 
-def _numbers(
-    model: nn.Module, cut: Layout, samples: Mapping[str, Tensor]
-) -> tuple[Counter[tuple[str, int]], int]:
-    """Return how many numbers each module is given and gives, by its path and 0 or 1, and how many bytes the
-    tensor ranks sum.
-    """
-    numbers, recorder = Counter[tuple[str, int]](), Recorder()
+class _Forward(NamedTuple):
+    """Hold what the modules of a rank see in a forward, by their paths."""
+
+    model: nn.Module
+    #: How many numbers each is given, and gives, by path and 0 or 1.
+    numbers: Counter[tuple[str, int]]
+    sent: dict[str, list[Collective]]
+
+    @property
+    def summed(self) -> int:
+        """Return how many bytes the tensor ranks sum."""
+        sums = (sent for sent in self.sent[""] if sent.kind in ("all_reduce", "reduce_scatter"))
+        return sum(sent.bytes for sent in sums if sent.axis == "tensor")
+
+
+def _forward(
+    family: OwnFamily,
+    config: OwnConfig,
+    cut: Layout,
+    samples: Mapping[str, Tensor],
+    dims: Mapping[str, int],
+    what: str,
+) -> _Forward:
+    """Run the forward of a rank of ``cut`` on shapes alone; ``dims`` of the samples are cut over context."""
+    state = ParallelState.stand_in(cut)
+    model: nn.Module = family.build(config, state=state)  # one of its own, for the hooks
+    seen, recorder, began = _Forward(model, Counter(), defaultdict(list)), Recorder(), dict[str, int]()
+
+    def begin(path: str, *_: Any) -> None:
+        began[path] = len(recorder.collectives)
 
     def note(path: str, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        seen.sent[path] += recorder.collectives[began[path] :]
         for end, nest in enumerate(((args, named), output)):
-            numbers[path, end] += sum(x.numel() for x in tensors_in(nest) if x.is_floating_point())
+            seen.numbers[path, end] += sum(x.numel() for x in tensors_in(nest) if x.is_floating_point())
 
-    hooks = [
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(partial(begin, path))
         module.register_forward_hook(partial(note, path), with_kwargs=True)
-        for path, module in model.named_modules()
-    ]
-    part = {name: _cut(sample, None, 1) for name, sample in samples.items()}
-    _run(model, cut, part, "tensor rank's samples", recorder, hooks)
-    summed = (sent for sent in recorder.collectives if sent.kind in ("all_reduce", "reduce_scatter"))
-    return numbers, sum(sent.bytes for sent in summed if sent.axis == "tensor")
-
-
-def _run(
-    model: nn.Module,
-    cut: Layout,
-    part: Mapping[str, Tensor],
-    what: str,
-    recorder: Recorder,
-    hooks: Sequence[RemovableHandle],
-) -> None:
-    """Run the forward of a rank of ``cut`` on shapes alone, and remove the hooks."""
-    expected = f"a forward that runs on a {what}"
     with shapes_only([model], MicroBatch(1, 1, gpu=False)), recorder, torch.no_grad():
-        part = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in part.items()}
-        try:  # whatever a user's code raises where numbers are missing
-            asked(lambda: Stages(model, ParallelState.stand_in(cut)).forward(part), "model.module", expected)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _cut(sample: Tensor, dim: int | None, ranks: int) -> Tensor:
-    shape = [*sample.shape]
-    if dim is not None:
-        shape[dim] //= ranks
-    return torch.empty(shape, dtype=sample.dtype, device="meta")
+        part = {}
+        for name, x in samples.items():
+            shape = [*x.shape]
+            if name in dims:
+                shape[dims[name]] //= cut.context
+            part[name] = torch.zeros(shape, dtype=x.dtype)
+        expected = f"a forward that runs on a {what}"
+        asked(lambda: Stages(model, state).forward(part), "model.module", expected)  # it may raise anything
+    return seen
