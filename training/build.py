@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,15 @@ from ..parallel_state.engine import accelerator, to_empty
 from ..recipes.checks import without_effect
 from ..recipes.recipe import Recipe
 from ..recipes.sections import MemorySection
-from ..simulation.model_flops import Mfu, peak_flops
 from .callbacks import Callback, ModelFlops, StepLines, Traces
-from .evaluation import Evaluation, Evaluator
+from .evaluation import Evaluation
 from .learning_rate import Schedule, schedule_of
 from .optimizer import freeze, make_adamw
 from .own.module import OwnFamily, needs_memory
 from .own_parts import set_up_own
 from .parameter_norms import NormLog
 from .precision import Precision, multiply_in_float8
-from .run_plan import Plan, RunPlan, flops_of
+from .run_plan import Plan, RunPlan
 from .step import Step
 from .stragglers import Stragglers
 from .token_loss import TokenLoss
@@ -114,24 +113,15 @@ def _token_loss(model: CausalLM, recipe: Recipe, chunk: int, state: ParallelStat
     )
 
 
-def measurements(
-    recipe: Recipe, plan: RunPlan, step: Step, *, track: Callable[[int, Mapping[str, float]], None]
-) -> list[Callback]:
+def measurements(recipe: Recipe, plan: RunPlan) -> list[Callback]:
     """Return what the recipe asks to be measured beside the steps, in the order of the calls."""
-    watch, state = recipe.watch, step.state
-    callbacks: list[Callback] = []
-    if plan.own is None:  # whose FLOPs are known
-        peak = watch.peak_flops or peak_flops(state.device, step.dtype)
-        callbacks.append(ModelFlops(Mfu(flops_of(recipe, plan), state.layout.world, peak)))
-    callbacks += [
-        Stragglers(state, interval=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles),
-        StepLines(),
-    ]
-    if watch.norms:
-        callbacks.append(NormLog(interval=watch.norms, activations=watch.activation_norms, track=track))
-    callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
-    if recipe.evaluation is not None and plan.held_out is not None:
-        callbacks.append(Evaluation(Evaluator(step, plan.held_out), interval=recipe.evaluation.every))
+    callbacks: list[Callback] = [ModelFlops()] if plan.own is None else []  # whose FLOPs are known
+    callbacks += [Stragglers(), StepLines()]
+    if recipe.watch.norms:
+        callbacks.append(NormLog())
+    callbacks.append(Traces())
+    if plan.held_out is not None:
+        callbacks.append(Evaluation())
     return callbacks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from ..parallel_state.engine import accelerator
 from ..runs.events import Events, last_recipe, plain_recipe, recipe_changes
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.trackers import Tracker, Trackers
-from ..simulation.model_flops import Mfu
+from ..simulation.model_flops import Mfu, peak_flops
+from .run_plan import flops_of
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -93,8 +94,10 @@ class Callbacks:
 class ModelFlops(Callback):
     """Say which share of the devices' peak the step's model FLOPs are."""
 
-    def __init__(self, mfu: Mfu) -> None:
-        self.mfu = mfu
+    def begin(self, trainer: Trainer, start: int) -> None:
+        recipe, state = trainer.recipe, trainer.state
+        peak = recipe.watch.peak_flops or peak_flops(state.device, trainer.step.dtype)
+        self.mfu = Mfu(flops_of(recipe, trainer.plan), state.layout.world, peak)
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
         mfu = self.mfu(metrics.tokens_per_second)
@@ -115,14 +118,12 @@ class StepLines(Callback):
 
 
 class Traces(Callback):
-    """Write ``traces/step-<n>.rank-<r>.json`` for ``torch.profiler``'s view of each of ``steps``, from 1, on
-    each of ``ranks``: a Chrome trace (chrome://tracing, Perfetto).
+    """Write ``traces/step-<n>.rank-<r>.json`` for ``torch.profiler``'s view of each of the recipe's steps,
+    from 1, on each of its ranks: a Chrome trace (chrome://tracing, Perfetto).
     """
 
-    def __init__(self, steps: Collection[int], ranks: Collection[int]) -> None:
-        self.steps, self.ranks = steps, ranks
-
     def begin(self, trainer: Trainer, start: int) -> None:
+        self.steps, self.ranks = trainer.recipe.watch.trace_steps, trainer.recipe.watch.trace_ranks
         self.folder, self.rank = trainer.out / "traces", trainer.state.rank
         self.on_accelerator = accelerator.is_accelerator(trainer.state.device)
 

@@ -70,13 +70,13 @@ class Evaluator:
 
 
 class Evaluation(Callback):
-    """Evaluate after every ``interval``-th step, and after the last one."""
-
-    def __init__(self, evaluate: Evaluator, *, interval: int) -> None:
-        self.evaluate, self.interval = evaluate, interval
+    """Evaluate after every so many steps of the recipe's, and after the last one."""
 
     def begin(self, trainer: Trainer, start: int) -> None:
-        self.terminal, self.at, self._steps = trainer.terminal, trainer.at, trainer.recipe.steps
+        recipe, held_out = trainer.recipe, trainer.plan.held_out
+        assert recipe.evaluation is not None and held_out is not None
+        self.evaluate, self.interval = Evaluator(trainer.step, held_out), recipe.evaluation.every
+        self.terminal, self.at, self._steps = trainer.terminal, trainer.at, recipe.steps
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
         done = metrics.step + 1

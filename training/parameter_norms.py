@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,24 +28,22 @@ if TYPE_CHECKING:
 
 
 class NormLog(Callback):
-    """Write ``norms.jsonl`` after every ``interval``-th step, and hand the same numbers to ``track``.
+    """Write ``norms.jsonl`` after every so many steps of the recipe's, and hand the same numbers to trackers.
 
-    Of each weight and gradient it is the 2-norm; with ``activations``, of each block's output the root mean
-    square over a step's tokens, padded ones too. This is a mean, so a block that is computed twice to save
-    memory has the same number.
+    Of each weight and gradient it is the 2-norm; if the recipe asks for it, of each block's output the root
+    mean square over a step's tokens, padded ones too. This is a mean, so a block that is computed twice to
+    save memory has the same number.
     """
 
-    def __init__(
-        self, *, interval: int, activations: bool, track: Callable[[int, Mapping[str, float]], None]
-    ) -> None:
-        self.interval, self.activations, self.track = interval, activations, track
+    def __init__(self) -> None:
         self._log: StepLog | None = None
         self._measured: dict[str, dict[str, float]] = {}
         #: Of the blocks' outputs in a step that is measured: the sum of squares, and the number of elements.
         self._sums: Tensor | None = None
 
     def begin(self, trainer: Trainer, start: int) -> None:
-        self.model, self.state = trainer.model, trainer.state
+        self.model, self.state, self.track = trainer.model, trainer.state, trainer.files.track
+        self.interval, self.activations = trainer.recipe.watch.norms, trainer.recipe.watch.activation_norms
         links = trainer.plan.family.links_of_all(trainer.plan.config)
         self.names = hugging_face_names(self.model, links)
         self.all = sorted(set[str]().union(*together(lambda: {*self.names.values()}, self.state)))

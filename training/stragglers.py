@@ -4,16 +4,21 @@ Ranks end a step together, because collectives hold the fast ones back. So a ran
 step without the time that it waited in collectives.
 """
 
+from __future__ import annotations
+
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..parallel_state import ParallelState, together
+from ..parallel_state import together
 from ..parallel_state.engine.measuring import Waited, waiting_time
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 #: How many times the median's time is slow, unless a recipe says.
 _SLOW = 1.5
@@ -22,26 +27,25 @@ _NOISE = 0.05
 
 
 class Stragglers(Callback):
-    """Measure every ``interval``-th step of a run, on every rank.
+    """Measure the steps of a run whose lines are printed, on every rank.
 
-    A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
-    which do the same work, and more than ``_NOISE``; 0 measures nothing. ``None``: ``_SLOW``, but CPU ranks
-    that are all on one host take its cores from each other, so that the first measured step is the last one.
-    ``compiled``: the blocks are.
+    A rank is slow if its own work takes more than ``watch.slow_rank`` times the median of the ranks of its
+    pipeline stage, which do the same work, and more than ``_NOISE``; 0 measures nothing. ``None``: ``_SLOW``,
+    but CPU ranks that are all on one host take its cores from each other, so that the first measured step is
+    the last one.
     """
 
-    def __init__(self, state: ParallelState, *, interval: int, times: float | None, compiled: bool) -> None:
-        self._state, self._interval, self._times, self._compiled = state, interval, times, compiled
-        self._waited: Waited | None = None
+    def begin(self, trainer: Trainer, start: int) -> None:
+        self._state, self._recipe, self._times = trainer.state, trainer.recipe, trainer.recipe.watch.slow_rank
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
         """Measure step ``number``, from 0, if its turn has come."""
-        self._waited = None
-        if self._times == 0 or self._state.layout.world == 1 or (number + 1) % self._interval:
+        self._waited: Waited | None = None
+        if self._times == 0 or self._state.layout.world == 1 or (number + 1) % self._recipe.log_every:
             yield
             return
-        with waiting_time(self._state.device, compiled=self._compiled) as self._waited:
+        with waiting_time(self._state.device, compiled=self._recipe.compiles) as self._waited:
             yield
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:

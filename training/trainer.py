@@ -88,8 +88,7 @@ class Trainer:
         #: The checkpoint from which the run goes on, and what it states of its run.
         self.resumed: tuple[Path, Progress] | None = None
         self.files = RunFiles(trackers, layout_change_reason)
-        measured = measurements(recipe, self.plan, self.step, track=self.files.track)
-        self.callbacks = Callbacks([*measured, *callbacks, self.files])
+        self.callbacks = Callbacks([*measurements(recipe, self.plan), *callbacks, self.files])
 
     def run(self, after_step: Callable[[StepMetrics], None] = lambda metrics: None) -> None:
         """Train from the newest complete checkpoint, or from the start, to the last step.
