@@ -21,7 +21,7 @@ from ..simulation.traced import trace
 from ..simulation.waits import numbers_refused
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..system.user_errors import line_of_user
-from ..training.own.code import signature_of
+from ..training.own_code import signature_of
 from ..training.token_loss import TokenLoss
 from .rank_parameters import parts_of_module
 from .stage_costs import StageCost

@@ -14,8 +14,8 @@ from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
 from ..simulation.model_flops import TokenFlops, flops_of_token
-from ..training.own.module import OwnFamily
-from ..training.own_parts import OwnParts
+from ..training.own_module import OwnFamily
+from ..training.precision import multiply_in_float8
 from .own_module import Loss, bytes_sent, micro_batch_of, outputs_of, stages_of
 from .rank_parameters import RankParameters, module_parameters
 from .sampled_model import NOTHING, Asked, SampledModel, sampled
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class TracedModel:
     """Trace each stage of a model whole; ``make`` builds the stages of a rank on the meta device, set up as a
-    recipe says. ``own``: what a user's module has beside it.
+    recipe says.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class TracedModel:
         family: Family,
         config: ModelConfig,
         make: Callable[[ParallelState, Sequence[int] | None], nn.Module],
-        own: OwnParts | None = None,
     ) -> None:
-        self.family, self.config, self._make, self._own = family, config, make, own
+        self.family, self.config, self._make = family, config, make
+        self._own = family if isinstance(family, OwnFamily) else None
         self._models: dict[object, nn.Module] = {}
         self._costs: dict[object, list[StageCost]] = {}
         self._outputs: dict[object, list[StageOutput]] = {}
@@ -147,17 +147,17 @@ def planned_model(
 
 def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedModel:
     """Return what plans a user's module."""
-    own = family.parts
-    assert isinstance(own, OwnParts)
 
     def make(state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         # Classes that take no split cut themselves, as the split says.
         model: nn.Module = family.build(config, split=split if family.takes_split else None, state=state)
-        own.set_up(model, state)
+        family.set_up(model)
+        if family.recipe.compute == "float8":
+            multiply_in_float8(model, family.recipe, state)
         return model
 
-    model: TracedModel = own.known.setdefault(layout.block_cut, TracedModel(family, config, make, own))
-    return model
+    traced: TracedModel = family.known.setdefault(layout.block_cut, TracedModel(family, config, make))
+    return traced
 
 
 @lru_cache(maxsize=64)  # one for each cut of the layers, of which a search asks for many

@@ -28,8 +28,7 @@ from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation
 from .learning_rate import Schedule, schedule_of
 from .optimizer import freeze, make_adamw
-from .own.module import OwnFamily, needs_memory
-from .own_parts import set_up_own
+from .own_module import OwnFamily, needs_memory
 from .parameter_norms import NormLog
 from .precision import Precision, multiply_in_float8
 from .run_plan import Plan, RunPlan
@@ -161,7 +160,7 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
                 torch.manual_seed(seed_of(recipe.seed, "module"))
                 resting = resting_device(state, offload=recipe.memory.offload)
                 made = make(split=recipe.layout_section.split, device=resting)
-        set_up_own(made, recipe, plan.groups)
+        family.set_up(made)
         return made
     frozen = {"base_dtype": dtype_named(recipe.compute_dtype)} if isinstance(family, AdaptedFamily) else {}
     model = make(split=plan.split, **frozen)

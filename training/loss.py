@@ -18,7 +18,7 @@ from torch import Tensor
 from ..layers.host_numbers import change_alike
 from ..parallel_state import BadInput, Layout, ParallelState, require
 from ..parallel_state.engine import accelerator, map_tensors, tensors_in
-from .own.code import signature_of
+from .own_code import signature_of
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.

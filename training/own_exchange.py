@@ -2,10 +2,12 @@
 shapes alone.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,19 @@ from ..simulation.micro_batch import MicroBatch
 from ..simulation.record import Collective
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
+from ..system import literal
 from ..system.user_errors import asked
-from .own.module import OwnConfig, OwnFamily
+
+if TYPE_CHECKING:
+    from .own_module import OwnConfig, OwnFamily
+
+
+def check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str) -> None:
+    """Refuse a dim of the sequence that a sample lacks."""
+    for name in dims.keys() & samples.keys():
+        dim, count = dims[name], samples[name].ndim
+        is_dim = type(dim) is int and -count <= dim < count
+        require(is_dim, "recipe", key, f"a dim of {name}, which has {count}", literal(dim))
 
 
 def check_exchange(

@@ -19,7 +19,7 @@ from .run_plan import RunPlan
 
 def identity_of_run(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
     """Return what determines the order of samples, besides the step, and what a user's own code is."""
-    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.identity
     return {
         **own,
         "fingerprint": plan.batches.fingerprint,
@@ -41,7 +41,7 @@ def check_progress(
     if not progress.data:  # of another project, converted
         say(f"{newest} states no data: the samples are those of step {progress.step} here")
         return
-    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.identity
     for key, value in identity_of_run(recipe, plan).items():
         stored = progress.data.get(key)
         if stored == value or (key in own and stored is None):  # of a run before this was kept

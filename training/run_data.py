@@ -17,7 +17,7 @@ from ..storage import VOCABULARIES, companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
 from ..system import counted
-from .own.code import call_own, own_code
+from .own_code import call_own, own_code
 
 
 @dataclass(frozen=True)

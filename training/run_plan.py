@@ -29,8 +29,8 @@ from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .optimizer import freeze, groups_of
-from .own.module import own_family
-from .own_parts import OwnParts, check_held_out, own_parts
+from .own_module import OwnFamily, own_family
+from .own_parts import check_held_out, with_parts
 from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
 
@@ -52,8 +52,11 @@ class Plan:
     cut: StageCut = field(kw_only=True)
     #: Number of tokens whose logits exist at once; 0: those of a micro-batch.
     loss_chunk: int = field(kw_only=True)
-    #: What a run of a user's module has beside it.
-    own: OwnParts | None = field(default=None, kw_only=True)
+
+    @property
+    def own(self) -> OwnFamily | None:
+        """Return the user's module, if the recipe names one, and what its run has beside it."""
+        return self.family if isinstance(self.family, OwnFamily) else None
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -126,8 +129,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
     groups = groups_of(recipe.optimizer.groups, family, config)
-    own = own_parts(recipe, family, config, groups)
-    family = replace(family, parts=own)
+    family = with_parts(family, config, groups)
     family.check_layout(config, layout)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=False)
@@ -135,7 +137,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
-        groups=groups, cut=cut, loss_chunk=0, own=own,
+        groups=groups, cut=cut, loss_chunk=0,
     )  # fmt: skip
 
 
@@ -195,7 +197,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     if planned.own is not None and held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()
-        check_held_out(planned.own, planned.family, planned.config, named, recipe.layout)
+        check_held_out(planned.own, planned.config, named, recipe.layout)
     if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
     attention = {}

@@ -10,7 +10,7 @@ from ..layers import all_stages, split_blocks, stage_parts
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..simulation.model_flops import flops_of_config
-from .own.module import OwnFamily
+from .own_module import OwnFamily
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ...recipes.checks import (
 )
 from ...recipes.recipe import Recipe
 from ...recipes.sections import MemorySection
-from ...training.own.module import OwnFamily
+from ...training.own_module import OwnFamily
 from ..remembered import remembered
 from .choice import Choice
 from .request import Request

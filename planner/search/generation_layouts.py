@@ -15,7 +15,7 @@ from ...layers import Stage
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Layout, ParallelState
 from ...simulation.micro_batch import MicroBatch
-from ...training.own.module import OwnFamily
+from ...training.own_module import OwnFamily
 from ..sampled_model import sampled
 from .candidates import divisors
 from .request import Request

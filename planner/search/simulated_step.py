@@ -25,7 +25,6 @@ from ...simulation.waits import WAITS
 from ...training import precision
 from ...training.build import Built, build
 from ...training.loss import FunctionLoss, Loss
-from ...training.own.module import OwnFamily
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult
@@ -73,8 +72,7 @@ def _outputs_of_stages(recipe: Recipe, planned: Plan) -> list[StageOutput]:
     """
     if planned.own is None or recipe.layout.pipeline == 1:
         return []
-    assert isinstance(planned.family, OwnFamily)
-    model = own_model(planned.family, planned.config, recipe.layout)
+    model = own_model(planned.own, planned.config, recipe.layout)
     return model.outputs(work_of(recipe, planned), recipe.layout_section.split)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.refusals import Refused, refusals
 from trilith.data.items import ItemBatches
-from trilith.training.own.code import call_own, own_code
+from trilith.training.own_code import call_own, own_code
 
 
 @pytest.fixture

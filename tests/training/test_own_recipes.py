@@ -36,7 +36,7 @@ from trilith.ranks.pool import run_parallel
 from trilith.recipes.recipe import _changed as changed
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import ModelSection
-from trilith.training.own.code import own_code
+from trilith.training.own_code import own_code
 from trilith.training.run_plan import check_run, plan
 from trilith.training.supervised import check_memory
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...parallel_state import BadInput, require
-from ...storage.small_files import read_text
-from ...system import visible
-from ...system.user_errors import asked, refused
+from ..parallel_state import BadInput, require
+from ..storage.small_files import read_text
+from ..system import visible
+from ..system.user_errors import asked, refused
 
 
 class OwnCode(NamedTuple):

@@ -1,7 +1,7 @@
 """Treat a user's module that a recipe names as a family of one model: built, cut, counted and checked."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -9,14 +9,19 @@ import torch
 from pydantic_core import from_json
 from torch import Tensor, nn
 
-from ...checkpoints.described import describe_build
-from ...layers import Stage, VocabParallelEmbedding, stage_parts
-from ...models import Family, ModelConfig, Rule
-from ...models.base.family import making
-from ...models.base.keys import LARGEST_NUMBER, Whole
-from ...parallel_state import BadInput, Layout, ParallelState, alone_or, declarations, require
-from ...recipes.recipe import Recipe
-from .code import OwnCode, call_own, names, own_code
+from ..checkpoints.described import describe_build
+from ..data.items import ItemBatches
+from ..layers import Stage, VocabParallelEmbedding, set_attention_backend, stage_parts
+from ..models import Family, ModelConfig, Rule
+from ..models.base.family import making
+from ..models.base.keys import LARGEST_NUMBER, Whole
+from ..parallel_state import BadInput, Layout, ParallelState, alone_or, declarations, require
+from ..recipes.recipe import Recipe
+from ..recipes.section import ParameterGroup
+from .loss import as_loss, refuse_uncut
+from .optimizer import freeze
+from .own_code import OwnCode, call_own, names, own_code
+from .own_exchange import check_dims, check_exchange, check_split
 
 #: The axes that a class without the keyword ``state`` knows nothing of.
 _AXES = ("tensor", "context", "pipeline", "expert")
@@ -37,13 +42,23 @@ class OwnConfig(ModelConfig):
     max_position_embeddings: Whole = LARGEST_NUMBER
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnFamily(Family):
-    """Be the family of a user's module; ``code`` makes it."""
+    """Be the family of a user's module; ``code`` makes it. The rest is what its run has beside it."""
 
-    code: OwnCode = field(kw_only=True)
-    #: The run's loss and samples (``OwnParts``), once they are made.
-    parts: Any = field(default=None, kw_only=True, compare=False)
+    code: OwnCode
+    recipe: Recipe = field(compare=False)
+    groups: Mapping[str, ParameterGroup] = field(default_factory=dict, compare=False)
+    #: As ``Step`` takes it.
+    loss: Any = field(default=None, compare=False)
+    #: The form of a micro-batch of whole rows, on the meta device.
+    samples: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    #: Batches of the user's data sets, unless the data are token files.
+    items: ItemBatches | None = field(default=None, compare=False)
+    #: What module and loss are, by key of the recipe: their arguments, and the digests of their files.
+    identity: Mapping[str, str] = field(default_factory=dict, compare=False)
+    #: What a planner has found out about the module and its loss, by layout.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def build(
         self,
@@ -70,13 +85,21 @@ class OwnFamily(Family):
         describe_build(model, stated, make if names(self.code.entry, "state") else None)
         return model
 
+    def set_up(self, model: nn.Module) -> None:
+        """Freeze what the recipe's groups say, and choose the attention; in place."""
+        freeze(model, self.groups)
+        set_attention_backend(model, self.recipe.attention_backend)
+
     @property
     def takes_split(self) -> bool:
         """Tell whether the class is told the number of blocks of each stage."""
         return names(self.code.entry, "split")
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
-        """Refuse a layout that the module cannot be cut into."""
+        """Refuse a layout that the module cannot be cut into, and that one rank's part of it, or the loss,
+        does not take part in: sequence parallelism, and context ranks.
+        """
+        assert isinstance(config, OwnConfig)
         self._check_known(layout, None)
         super().check_layout(config, layout)
         models = self.stages_on_meta(config, layout)
@@ -86,8 +109,22 @@ class OwnFamily(Family):
             "a Stage in its attribute `stage`, with pipeline ranks", "none",
             "Keep self.stage = Stage.of(blocks, state=state), and make the blocks of it",
         )  # fmt: skip
-        if self.parts is not None:
-            self.parts.check_layout(self, config, layout)
+        split = "split", layout.tensor
+        if layout.sequence and layout.tensor > 1 and split not in self.known:
+            check_split(self, config, layout, self.samples)
+            self.known[split] = True
+        if layout.context == 1:
+            return
+        loss = as_loss(self.loss, ParallelState.stand_in(layout))
+        refuse_uncut(loss, layout)
+        check_dims(self.samples, loss.sequence, "loss.module")
+        stated = self.recipe.data.sequence_length
+        for name in loss.sequence.keys() & self.samples.keys():
+            dim = loss.sequence[name]
+            length = self.samples[name].shape[dim]
+            expected = f"{length}, dim {dim} of {name}, which context ranks cut"
+            require(length == stated, "recipe", "data.sequence_length", expected, stated)
+        check_exchange(self, config, layout, self.samples, loss.sequence)
 
     def _check_known(self, layout: Layout, split: Sequence[int] | None) -> None:
         if split is not None and not self.takes_split:
@@ -107,7 +144,7 @@ def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
     kind = code.entry if isinstance(code.entry, type) else type(code.entry)
     makes = callable(code.entry) and (kind is not code.entry or issubclass(kind, nn.Module))
     require(makes, "recipe", "model.module", _MODULE, kind.__name__)
-    family = OwnFamily("module", code.entry.__name__, OwnConfig, code.entry, (), code=code)
+    family = OwnFamily("module", code.entry.__name__, OwnConfig, code.entry, (), code=code, recipe=recipe)
     try:
         bare = OwnConfig(arguments=json.dumps(section.arguments, sort_keys=True))
     except TypeError as error:
