@@ -120,7 +120,7 @@ WAITS = (
     Wait("parallel_state/initial_weights.py: fill", "upload", "weights are drawn on the host"),
     Wait("checkpoints/load.py: fill", "upload", _STATE),
     Wait("checkpoints/rank_files.py: write_file", "read", _STATE),
-    Wait("training/evaluation.py: Evaluator.__call__", "read", "the loss on held-out tokens"),
+    Wait("training/evaluation.py: held_out_loss", "read", "the loss on held-out tokens"),
     Wait("training/parameter_norms.py: NormLog._summed", "read", "the norms, in steps that ask for them"),
     Wait("generation/generate.py: left_padded", "upload", "the prompts"),
     Wait("generation/generate.py: generate", "upload", "each token's random numbers"),

@@ -1,12 +1,10 @@
 """Floor 7: the training loop and its parts.
 
 Offers ``run``, which runs a recipe and supervises its ranks, and ``Trainer``, which trains on one rank. For
-your own loop it offers the steps, the optimizer, ZeRO (``shard_over_data``), precision, learning rates and
-evaluation.
+your own loop it offers the steps, the optimizer, ZeRO (``shard_over_data``), precision and learning rates.
 """
 
 from .callbacks import Callback as Callback
-from .evaluation import Evaluator as Evaluator
 from .learning_rate import Schedule as Schedule
 from .loss import Fault as Fault
 from .loss import FunctionLoss as FunctionLoss

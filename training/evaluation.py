@@ -34,39 +34,34 @@ if TYPE_CHECKING:
 _LENGTH = 2048
 
 
-class Evaluator:
-    """Compute the mean loss in nats over the tokens of the held-out samples: ``evaluate()``. Collective.
+def held_out_loss(step: Step, held_out: HeldOut) -> float:
+    """Return the mean loss in nats over the tokens of the held-out samples, equal on every rank. Collective.
 
-    The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
-    random state does not change. If the number of samples is not a multiple of the data ranks, the last ranks
-    get additional rows that do not count; ``open_held_out`` has none for a user's loss.
+    There is no gradient, no dropout and no label smoothing, and torch's random state does not change. If the
+    number of samples is not a multiple of the data ranks, the last ranks get additional rows that do not
+    count; ``open_held_out`` has none for a user's loss.
     """
+    batches, state, size = held_out.batches, step.state, step.micro_batch
+    share = piece_of(batches.global_batch, state.data_index, state.layout.data)
 
-    def __init__(self, step: Step, held_out: HeldOut) -> None:
-        self.step, self.held_out, self.state = step, held_out, step.state
-
-    def __call__(self) -> float:
-        held_out, size, batches = self.held_out, self.step.micro_batch, self.held_out.batches
-        share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
-        if isinstance(self.step.loss, TokenLoss):
-            assert isinstance(batches, GlobalBatches)
-            counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
-            starts = range(share.start, share.stop, size)
-            parts = (self._rows(range(start, min(start + size, share.stop))) for start in starts)
-            labels = batches.count_labels(0, counted)
-            batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
-        else:  # tensors by name
-            rows = self._rows(share)
-            batch = rows if isinstance(rows, dict) else rows.samples()
-        return float(self.step.evaluate(batch).loss)
-
-    def _rows(self, rows: range) -> Any:
-        """Return held-out rows; those behind the samples do not count."""
-        batch = self.held_out.batches.rows(0, rows)
+    def made(rows: range) -> Any:
+        batch = batches.rows(0, rows)
         if isinstance(batch, dict):
             return batch
-        beyond = (torch.tensor(rows) >= self.held_out.samples).unsqueeze(1)
+        beyond = (torch.tensor(rows) >= held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
+
+    if isinstance(step.loss, TokenLoss):
+        assert isinstance(batches, GlobalBatches)
+        counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
+        starts = range(share.start, share.stop, size)
+        parts = (made(range(start, min(start + size, share.stop))) for start in starts)
+        labels = batches.count_labels(0, counted)
+        batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
+    else:  # tensors by name
+        rows = made(share)
+        batch = rows if isinstance(rows, dict) else rows.samples()
+    return float(step.evaluate(batch).loss)
 
 
 class Evaluation(Callback):
@@ -75,7 +70,7 @@ class Evaluation(Callback):
     def begin(self, trainer: Trainer, start: int) -> None:
         recipe, held_out = trainer.recipe, trainer.plan.held_out
         assert recipe.evaluation is not None and held_out is not None
-        self.evaluate, self.interval = Evaluator(trainer.step, held_out), recipe.evaluation.every
+        self.step, self.held_out, self.interval = trainer.step, held_out, recipe.evaluation.every
         self.terminal, self.at, self._steps = trainer.terminal, trainer.at, recipe.steps
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
@@ -83,7 +78,7 @@ class Evaluation(Callback):
         if done % self.interval and done != self._steps:
             return None
         self.at("evaluation", done)
-        loss = self.evaluate()
+        loss = held_out_loss(self.step, self.held_out)
         figures = {"evaluation_loss": loss, "evaluation_perplexity": perplexity(loss)}
         self.terminal.evaluation(metrics.joined(figures, "evaluation"))
         return figures
@@ -129,7 +124,8 @@ def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], s
 
     def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
         model, batches, rows = opened.load(state), opened.batches, opened.held_out.samples
-        loss = Evaluator(Step(model, TokenLoss(model), micro_batch=question.batch), opened.held_out)()
+        step = Step(model, TokenLoss(model), micro_batch=question.batch)
+        loss = held_out_loss(step, opened.held_out)
         tokens = batches.count_labels(0, range(rows))
         return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
 

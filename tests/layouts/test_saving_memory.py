@@ -15,8 +15,9 @@ from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.testing import LiveBytes, run_parallel
-from trilith.training import Evaluator, Precision, zero_on_fsdp
+from trilith.training import Precision, zero_on_fsdp
 from trilith.training.build import build
+from trilith.training.evaluation import held_out_loss
 from trilith.training.run_data import open_held_out
 from trilith.training.run_plan import plan
 
@@ -96,7 +97,7 @@ def evaluated(raw):
             parameter.normal_(0.0, 0.1)
     held_out = open_held_out(recipe, WIDE["vocab_size"])
     with LiveBytes() as memory:
-        loss = Evaluator(parts.step, held_out)()
+        loss = held_out_loss(parts.step, held_out)
     return loss, memory.peak
 
 
