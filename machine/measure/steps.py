@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ...training import Trainer, check_run
 from ...training.run_plan import RunPlan
 from ..random_files import write_hf_folder
 from .speed import matmul_flops
-from .timing import Figures, StepClock
+from .timing import Figures
 
 #: Rows and columns of the matrices that show what the device can do.
 _SIDE = {"cuda": 8192, "cpu": 1024}
@@ -37,22 +38,20 @@ class _Enough(Exception):
 
 
 def _train(recipe: Recipe, state: ParallelState, plan: RunPlan) -> tuple[list[float], list[float]]:
-    """Train all steps, and save nothing; return their losses, and the seconds from one's end to the next's.
-
-    The first step's are from the start.
+    """Train all steps, and save nothing unless the recipe says when; return their losses, and the seconds
+    from one's end, when the host has read its loss, to the next's. The first step's are from the start.
     """
-    clock, losses = StepClock(state.device), list[float]()
+    losses, ends = list[float](), [time.perf_counter()]
 
     def after(metrics: StepMetrics) -> None:
-        clock.tick()
+        ends.append(time.perf_counter())
         losses.append(metrics.loss)
-        if len(losses) == recipe.steps:
+        if len(losses) == recipe.steps and not recipe.checkpoint.every:
             raise _Enough
 
     with suppress(_Enough):
-        clock.tick()
         Trainer(recipe, state, plan, quiet=True).run(after)
-    return losses, clock.seconds()
+    return losses, [end - begin for begin, end in pairwise(ends)]
 
 
 def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, Any]:
@@ -121,9 +120,7 @@ def step_stalls(recipe: dict[str, Any]) -> dict[str, Any]:
     """
     checked = parse_recipe(recipe)
     with process_group(checked.layout, device=checked.device) as state:
-        clock = StepClock(state.device)
-        Trainer(checked, state, quiet=True).run(lambda metrics: clock.tick())
-        seconds = clock.seconds()[1:]
+        _, (_, *seconds) = _train(checked, state, check_run(checked))
     median, longest = statistics.median(seconds), max(seconds)
     newest = max(Path(checked.out, "checkpoints").glob("step-*"))
     size = sum(os.stat(path).st_size for path in newest.rglob("*") if path.is_file())

@@ -3,8 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -35,26 +33,3 @@ def median_seconds(work: Callable[[], object], device: torch.device, rounds: int
     for _ in range(2):
         work()
     return statistics.median(seconds_of(work, device) for _ in range(rounds))
-
-
-class StepClock:
-    """Time whole steps by calls of ``tick`` at the end of each, without making the host wait for a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ticks: list[Any] = []
-
-    def tick(self) -> None:
-        """Note the end of a step."""
-        if self._device.type == "cuda":
-            self._ticks.append(torch.cuda.Event(enable_timing=True))
-            self._ticks[-1].record()
-        else:
-            self._ticks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Return the seconds between one tick and the next."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(self._ticks)]
-        return [b - a for a, b in pairwise(self._ticks)]
