@@ -71,18 +71,17 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
     comparison = preflight(folders, gbits=gbits)
     if comparison is None:
         return
-    verdict = comparison.verdict
     if as_json:
-        say_json({"nodes": comparison.nodes, "links": comparison.links, **vars(verdict)}, default=asdict)
+        say_json(vars(comparison), default=asdict)
     else:
-        _print_table("Nodes", verdict.findings)
-        if verdict.exclude:
-            say(f"leave out: {', '.join(verdict.exclude)}")
-    if exclude and verdict.exclude:
-        path = exclude_nodes(folders[0] if folders else Path.cwd(), verdict.exclude)
+        _print_table("Nodes", comparison.findings)
+        if comparison.exclude:
+            say(f"leave out: {', '.join(comparison.exclude)}")
+    if exclude and comparison.exclude:
+        path = exclude_nodes(folders[0] if folders else Path.cwd(), comparison.exclude)
         if not as_json:
             say(f"wrote {path}")
-    _end(verdict.findings)
+    _end(comparison.findings)
 
 
 def _print_table(title: str, findings: "Sequence[Finding]") -> None:

@@ -7,6 +7,7 @@ Offers ``diagnose``, a check of the machine before a run, ``preflight``, a compa
 from .doctor.checks import diagnose
 from .facts import Finding
 from .measure.run import Report, Row, measure
-from .nodes.preflight import Preflight, preflight
+from .nodes.judge import Preflight
+from .nodes.preflight import preflight
 
 __all__ = ["Finding", "Preflight", "Report", "Row", "diagnose", "measure", "preflight"]

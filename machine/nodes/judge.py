@@ -20,16 +20,18 @@ _REPLACE = "Leave the node out, or have it repaired"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Hold the findings about the nodes, and the names of the nodes that should not be used."""
+class Preflight:
+    """Hold what the nodes said of themselves, the links between them, the findings about both, and the names
+    of the nodes that should not be used.
+    """
 
+    nodes: list[dict[str, Any]]
+    links: list[Link]
     findings: list[Finding]
     exclude: list[str]
 
 
-def judge(
-    cards: Sequence[Mapping[str, Any]], links: Sequence[Link], *, gbits: float | None = None
-) -> Verdict:
+def judge(cards: list[dict[str, Any]], links: list[Link], *, gbits: float | None = None) -> Preflight:
     """Judge nodes by their cards (see ``node_card``) and by the links between them.
 
     A link is slow beside the others, or if it has less than half of ``gbits``, 10^9 bits a second. A node
@@ -39,7 +41,7 @@ def judge(
     findings = [*_alike(cards, names), *_folders(cards, names)]
     findings += [*_links(links, names, gbits), *_clocks(links, names)]
     exclude = dict.fromkeys(node for _, node in findings if node is not None)
-    return Verdict([finding for finding, _ in findings], [*exclude])
+    return Preflight(cards, links, [finding for finding, _ in findings], [*exclude])
 
 
 #: A finding, and the name of the node that should be left out because of it.

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,12 @@ from ...runs.rendezvous import open_store
 from ...system import counted, quiet_libraries
 from ..doctor.disk import measure_folder
 from ..facts import Finding, driver, gpus, versions
-from .judge import Verdict, judge
+from .judge import Preflight, judge
 from .links import Link, measure_links
 
 #: Seconds that a node may take to come, with its disk measured; and all links of a node, with broken ones.
 _COME, _LINKS = timedelta(seconds=120), timedelta(seconds=600)
 _LEAVE = timedelta(seconds=5)
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """Hold what the nodes said of themselves, the links between them, and the verdict."""
-
-    nodes: list[dict[str, Any]]
-    links: list[Link]
-    verdict: Verdict
 
 
 def node_card(folders: Sequence[Path]) -> dict[str, Any]:
@@ -109,11 +100,11 @@ def _result(store: dist.Store, members: list[int], world: int, gbits: float | No
         else:
             others = range(number + 1, len(members))
             links += [Link(number, other, error="the node fell silent") for other in others]
-    verdict = judge(cards, links, gbits=gbits)
+    compared = judge(cards, links, gbits=gbits)
     missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
     came = f"{counted(len(members), 'node')}: {', '.join(str(card['name']) for card in cards)}"
     if missing:
         came += f"; ranks {', '.join(map(str, missing))} did not come"
     todo = "Look at the nodes that are not named; the scheduler knows them all" if missing else ""
     first = Finding.unless("nodes", "reached", came, todo, "fault")
-    return Preflight(cards, links, Verdict([first, *verdict.findings], verdict.exclude))
+    return replace(compared, findings=[first, *compared.findings])

@@ -174,7 +174,7 @@ def one_of_three(folder):
     found = None if rank == 1 else preflight.preflight([Path(folder)], come=timedelta(seconds=1.5))
     assert (found is None) == (rank != 0)
     if found is not None:
-        (told, *_) = found.verdict.findings
+        (told, *_) = found.findings
         assert told.level == "fault" and told.found == "2 nodes: first, node3; ranks 1 did not come"
         assert [(link.first, link.second) for link in found.links] == [(0, 1)]
     leave(0)
