@@ -191,7 +191,8 @@ def _mfu(bench: Bench) -> Iterator[Case]:
                 yield Case("mfu", name, note="not one block fits the device, by the planner's figures")
                 continue
             recipe, note = fitting
-            options = {"recipe": recipe | {"compile": compiled}}  # which changes nothing in the plan
+            recipe = recipe | {"compile": compiled}  # which changes nothing in the plan
+            options = {"recipe": recipe, "side": sizes.side}
             yield Case("mfu", name, train_steps, options, bench.ranks, 300, note)
 
 

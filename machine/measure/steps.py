@@ -27,8 +27,6 @@ from ..random_files import write_hf_folder
 from .speed import matmul_flops
 from .timing import Figures
 
-#: Rows and columns of the matrices that show what the device can do.
-_SIDE = {"cuda": 8192, "cpu": 1024}
 #: Steps whose time does not count: compilation, the allocator's first requests.
 WARM_UP = 4
 
@@ -54,7 +52,7 @@ def _train(recipe: Recipe, state: ParallelState, plan: RunPlan) -> tuple[list[fl
     return losses, [end - begin for begin, end in pairwise(ends)]
 
 
-def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, Any]:
+def train_steps(recipe: dict[str, Any], side: int) -> dict[str, Any]:
     """Train all steps of ``recipe`` and report the median of those after the first ``WARM_UP``. Collective.
 
     ``side``: of the matrices whose product is timed before, in the same process.
@@ -62,7 +60,7 @@ def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, An
     checked = parse_recipe(recipe)
     compute = dtype_named(checked.compute_dtype)
     with process_group(checked.layout, device=checked.device) as state:
-        matmul = matmul_flops(state.device, side or _SIDE[state.device.type], compute)
+        matmul = matmul_flops(state.device, side, compute)
         plan = check_run(checked)
         flops = flops_of_token(plan.family, plan.config, checked.data.sequence_length)
         if state.device.type == "cuda":
