@@ -1,9 +1,7 @@
-"""The examples and docs/your_model.md: one model in every layout; trained, cut anew, exported, imported."""
+"""docs/your_model.md and its loop: one model in every layout; trained, cut anew, exported, imported."""
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from functools import partial
 from importlib import import_module
@@ -15,7 +13,6 @@ from safetensors.torch import load_file
 from support.pages import Page
 from support.refusals import refusal_of
 from support.short_runs import losses, train
-from support.strangers import CUSTOM as custom
 from support.strangers import EXAMPLES, imported
 from trilith.checkpoints import describe_module, load
 from trilith.cli.app import run
@@ -37,32 +34,6 @@ def page(tmp_path_factory):
 def call(file, function, *arguments):
     """Call a function of a file, in a process that knows it by its file."""
     return getattr(imported(file, f"{Path(file).stem}_in_a_rank"), function)(*arguments)
-
-
-def test_the_example_is_trained_resumed_in_another_layout_and_exported_to_the_plain_model(tmp_path):
-    file, out = str(EXAMPLES / "custom_model.py"), tmp_path / "run"
-    (whole,) = run_parallel(call, 1, file, "train", Layout(), tmp_path / "whole", 12)
-    run_parallel(call, 2, file, "train", Layout(tensor=2, sequence=True), out, 6)
-    _, second = run_parallel(call, 2, file, "train", Layout(pipeline=2), out, 12)
-    assert whole[-1] < whole[0] - 0.3
-    assert second == pytest.approx(whole[6:], rel=1e-4)
-    assert run(["convert", str(out), str(tmp_path / "exported"), "--to", "hf"]) == 0
-    ours, theirs = custom.Transcriber(), imported(EXAMPLES / "plain_model.py", "plain_model").Transcriber()
-    load(out, ours)
-    theirs.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
-    samples = {name: sample for name, sample in custom.batch(99).items() if name != "labels"}
-    assert torch.allclose(theirs(**samples), ours(**samples), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
-    def launch(ranks, words):
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command = [*launcher, str(EXAMPLES / "custom_model.py"), "train", "--out", str(tmp_path)]
-        return subprocess.check_output([*command, *words.split()], text=True, timeout=240)
-
-    assert "loss" in launch(4, "--tensor 2 --pipeline 2 --sequence-parallel --steps 3")
-    assert "in 2 steps" in launch(2, "--data 2 --zero 3 --steps 5")
 
 
 def test_a_loop_of_ones_own_is_short_and_the_page_imports_trilith_and_torch_alone():
@@ -93,6 +64,8 @@ def test_the_model_trains_and_the_commands_for_it_work(page, tmp_path, monkeypat
     load("run", ours)
     load("exported", again)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    value = load_file("exported/model.safetensors")["h.0.v.weight"]  # by the name of the table
+    assert torch.equal(value, ours.get_parameter("blocks.0.mix.enter.value.weight"))
 
 
 def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(tmp_path):

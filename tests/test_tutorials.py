@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -160,3 +161,11 @@ def test_nanogpt_trains_in_one_layout_and_then_in_another(place, nanogpt, capfd)
         run_parallel(trained, 2, nanogpt.__file__, str(place), int(steps), sizes)
     (folder,) = [path for path in Path("nanogpt-run").iterdir() if path.name == "step-00000006"]
     assert json.loads((folder / "manifest.json").read_text())["layout"]["data_shard"] == 2
+
+
+@pytest.mark.slow
+def test_torchrun_trains_nanogpt_as_the_page_says(place):
+    (place / "examples").symlink_to(ROOT / "examples")
+    for words in re.findall(r"^torchrun (.*)$", NANOGPT.text, re.MULTILINE):
+        command = [sys.executable, "-m", "torch.distributed.run", *words.split()]
+        assert "loss" in subprocess.check_output(command, text=True, timeout=240)

@@ -1,7 +1,7 @@
 """Models that the zoo does not know and wraps in nothing of its own, each with a loss and with samples.
 
-Those of ``examples/``: an encoder and a decoder whose blocks share tables of relative distances, patches of
-an image with a class token, and a recurrence.
+Those of ``examples/``: an encoder and a decoder whose blocks share tables of relative distances, and patches
+of an image with a class token.
 """
 
 from __future__ import annotations
@@ -109,15 +109,9 @@ def imported(file: Path, name: str) -> ModuleType:
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CUSTOM, T5, VIT = (
-    imported(EXAMPLES / f"{name}.py", f"{name}_of_strangers")
-    for name in ("custom_model", "t5_parallel", "vit_parallel")
+T5, VIT = (
+    imported(EXAMPLES / f"{name}.py", f"{name}_of_strangers") for name in ("t5_parallel", "vit_parallel")
 )
-
-
-def speech(number: int) -> dict[str, Tensor]:
-    samples = CUSTOM.batch(number, samples=SAMPLES, frames=4, length=6)
-    return {name: x.double() if x.is_floating_point() else x for name, x in samples.items()}
 
 
 @dataclass(frozen=True)
@@ -140,5 +134,4 @@ STUBS: Mapping[str, Stranger] = {
 STRANGERS: Mapping[str, Stranger] = {
     "translator": Stranger(partial(T5.T5, **SMALL), lambda: T5.loss, sentences),
     "gallery": Stranger(partial(VIT.ViT, **SMALL), lambda: VIT.loss, images),
-    "transcriber": Stranger(partial(CUSTOM.Transcriber, 8, 2), lambda: CUSTOM.loss, speech),
 }
