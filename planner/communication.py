@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..layers import checkpointed
+from ..parallel_state import Layout
 from ..simulation.piece import Piece
 from .own_module import Loss
 from .planned_model import planned_rank
@@ -61,27 +62,26 @@ class Traffic:
         return int(ring_wire_bytes(self.kind, self.bytes, self.ranks))
 
 
+def group_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
+    (copies, shards, _), (same, pieces, _) = layout.data_sizes(), layout.data_sizes(experts=True)
+    stage = layout.world // layout.pipeline
+    return {
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "expert": (layout.expert, layout.tensor),
+        "data": (shards, layout.tensor),
+        "replicas": (copies, layout.tensor * shards),
+        "expert data": (pieces, layout.tensor * layout.expert),
+        "expert replicas": (same, layout.tensor * layout.expert * pieces),
+        "pipeline": (layout.pipeline, stage),
+        "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
+        "all": (layout.world, 1),
+    }[axis]
+
+
+#: What a block sends, by the phase in which it does.
 _DIRECTIONS = {"forward": "forward", "again": "computed again", "backward": "backward"}
-
-
-def traffic_of_piece(work: Work, piece: Piece, *, again: bool = False) -> list[Traffic]:
-    """Return what a piece sends for one micro-batch; ``again``: what it sends when it is recomputed.
-
-    What the ranks of experts exchange depends on the tokens and is not counted.
-    """
-    mode = work.checkpointing if again else "none"
-    return [
-        Traffic(
-            collective.axis,
-            collective.kind,
-            piece.what or _DIRECTIONS[collective.phase],
-            1,
-            collective.bytes,
-            getattr(work.layout, collective.axis),
-        )
-        for collective in piece.sends(mode, again=again)
-        if collective.axis != "expert"
-    ]
 
 
 def step_traffic(
@@ -127,25 +127,31 @@ class _Sent:
 
     def __init__(self, work: Work) -> None:
         self.work, self.layout = work, work.layout
-        self._counts, self._sizes = Counter[tuple[str, str, str, int]](), Counter[tuple[str, str, str, int]]()
+        self._counts, self._sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
 
     @property
     def traffic(self) -> list[Traffic]:
         return [
-            Traffic(axis, kind, what, count, self._sizes[axis, kind, what, ranks], ranks)
-            for (axis, kind, what, ranks), count in self._counts.items()
+            Traffic(*sent, count, self._sizes[sent], group_of(self.layout, sent[0])[0])
+            for sent, count in self._counts.items()
         ]
 
-    def add(self, axis: str, kind: str, what: str, ranks: int, count: int, size: int) -> None:
+    def add(self, axis: str, kind: str, what: str, count: int, size: int) -> None:
         """Add so many collectives, to which a rank gives ``size`` bytes in all."""
-        if count and ranks > 1:
-            self._counts[axis, kind, what, ranks] += count
-            self._sizes[axis, kind, what, ranks] += size
+        if count and group_of(self.layout, axis)[0] > 1:
+            self._counts[axis, kind, what] += count
+            self._sizes[axis, kind, what] += size
 
     def piece(self, piece: Piece, *, again: bool = False) -> None:
+        """Add what a piece sends for all micro-batches; ``again``: what it sends when it is recomputed.
+
+        What the ranks of experts exchange depends on the tokens and is not counted.
+        """
         rounds = self.work.micro_batches
-        for sent in traffic_of_piece(self.work, piece, again=again):
-            self.add(sent.axis, sent.kind, sent.what, sent.ranks, rounds * sent.count, rounds * sent.bytes)
+        for sent in piece.sends(self.work.checkpointing if again else "none", again=again):
+            if sent.axis != "expert":
+                what = piece.what or _DIRECTIONS[sent.phase]
+                self.add(sent.axis, sent.kind, what, rounds, rounds * sent.bytes)
 
     def between_stages(self) -> None:
         """Add hidden states to the next stage and gradients to the one before, for each micro-batch.
@@ -157,7 +163,7 @@ class _Sent:
             for other in (number - 1, number + 1):
                 if 0 <= other < layout.stages and layout.rank_of_stage(other) != own:
                     size = rounds * self.work.sent_by(min(number, other))
-                    self.add("pipeline", "send", "hidden states", layout.pipeline, rounds, size)
+                    self.add("pipeline", "send", "hidden states", rounds, size)
 
     def gathers(self, group: Group, count: int, apart: int, times: int = 1) -> None:
         """Add FSDP's gathers of a group of parameters, a block or the rest, and those of its experts that
@@ -165,9 +171,8 @@ class _Sent:
         """
         for axis, padded, number in (("data", group.padded, count), ("expert data", group.apart, apart)):
             if padded:
-                ranks = self.layout.data_sizes(axis != "data")[1]
                 size = times * number * padded * self.work.compute
-                self.add(axis, "all_gather", "weights", ranks, times * number, size)
+                self.add(axis, "all_gather", "weights", times * number, size)
 
     def gathers_of_blocks(
         self, place: int, stage: StageCost, blocks: Iterable[tuple[Group, int]], parameters: RankParameters
@@ -195,23 +200,20 @@ class _Sent:
         scatters, replicas = self.work.sums * times, self.work.sums_of_replicas(root=root) * times
         for name, trained in (("", group.trained_padded), ("expert ", group.trained_apart)):
             if trained:
-                (copies, shards, _), piece = self.layout.data_sizes(bool(name)), trained * self.work.reduce
-                self.add(
-                    f"{name}data", "reduce_scatter", "gradients", shards, scatters, scatters * shards * piece
-                )
-                self.add(f"{name}replicas", "all_reduce", "gradients", copies, replicas, replicas * piece)
+                shards, piece = self.layout.data_sizes(bool(name))[1], trained * self.work.reduce
+                self.add(f"{name}data", "reduce_scatter", "gradients", scatters, scatters * shards * piece)
+                self.add(f"{name}replicas", "all_reduce", "gradients", replicas, replicas * piece)
 
     def once(self, parameters: RankParameters) -> None:
         """Add the traffic that a step has once: the sums of partial gradients, and single numbers."""
-        layout, total, terms = self.layout, parameters.every, parameters.terms
-        size, world = max(self.work.master, self.work.reduce), layout.world
-        for axis, what, ranks, count, nbytes in (
-            ("tensor", "partial gradients", layout.tensor, total.partial_tensors > 0, total.partial * size),
-            ("ends", "tied embedding", 2, total.end_tensors > 0, total.ends * size),
+        total, terms, size = parameters.every, parameters.terms, max(self.work.master, self.work.reduce)
+        for axis, what, count, nbytes in (
+            ("tensor", "partial gradients", total.partial_tensors > 0, total.partial * size),
+            ("ends", "tied embedding", total.end_tensors > 0, total.ends * size),
             # With the counts of the loss's terms go five numbers that tell whether every rank can use its
             # batch, and with its sums two that tell whether every parameter has a gradient.
-            ("all", "tokens", world, 1, (5 + terms) * 8),
-            ("all", "loss", world, 1, (2 + terms) * 8),
-            ("all", "gradient norm", world, 1, max(self.work.master, 4)),
+            ("all", "tokens", 1, (5 + terms) * 8),
+            ("all", "loss", 1, (2 + terms) * 8),
+            ("all", "gradient norm", 1, max(self.work.master, 4)),
         ):
-            self.add(axis, "all_reduce", what, ranks, count, nbytes)
+            self.add(axis, "all_reduce", what, count, nbytes)

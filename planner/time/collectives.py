@@ -16,7 +16,7 @@ from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
-from ..communication import ring_wire_bytes
+from ..communication import group_of, ring_wire_bytes
 from ..remembered import remembered
 from .machines import Machine
 
@@ -55,24 +55,6 @@ def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement
     firsts = {start % gpus for start in starts if start + last < world}
     placements = (placement(ranks, stride, gpus, first) for first in firsts)
     return max(placements, key=lambda place: (place.nodes, -place.together))
-
-
-def group_of(layout: Layout, axis: str) -> tuple[int, int]:
-    """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
-    (copies, shards, _), (same, pieces, _) = layout.data_sizes(), layout.data_sizes(experts=True)
-    stage = layout.world // layout.pipeline
-    return {
-        "tensor": (layout.tensor, 1),
-        "context": (layout.context, layout.tensor),
-        "expert": (layout.expert, layout.tensor),
-        "data": (shards, layout.tensor),
-        "replicas": (copies, layout.tensor * shards),
-        "expert data": (pieces, layout.tensor * layout.expert),
-        "expert replicas": (same, layout.tensor * layout.expert * pieces),
-        "pipeline": (layout.pipeline, stage),
-        "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
-        "all": (layout.world, 1),
-    }[axis]
 
 
 class Links:

@@ -9,8 +9,8 @@ from support.plans import added
 from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
-from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
-from trilith.planner.communication import ring_wire_bytes, traffic_of_piece
+from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
+from trilith.planner.communication import group_of, ring_wire_bytes
 from trilith.planner.time.stage_timer import exchanged
 from trilith.simulation.model_flops import Mfu, flops_per_token
 from trilith.simulation.pieces import ModelPieces
@@ -27,7 +27,9 @@ def planned(layout):
 
 def sent_by(block, work, model):
     """Return what a block sends for a micro-batch."""
-    return traffic_of_piece(work, ModelPieces(model, work.state).block(block, work.batch, reached=True))
+    sends = ModelPieces(model, work.state).block(block, work.batch, reached=True).sends()
+    ranks = {axis: group_of(work.layout, axis)[0] for axis in ("tensor", "context")}
+    return [Traffic(one.axis, one.kind, one.phase, 1, one.bytes, ranks[one.axis]) for one in sends]
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -14,8 +14,9 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
+from trilith.planner.communication import group_of
 from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named
-from trilith.planner.time.collectives import Links, group_of
+from trilith.planner.time.collectives import Links
 from trilith.planner.time.kernels import Kernels
 from trilith.planner.time.prediction import rank_step
 from trilith.simulation.recorder import Operator
