@@ -17,8 +17,7 @@ from .grouped_matmul import GroupSizes, grouped_mm, has_kernel
 
 
 class Experts(DeclaredModule):
-    """Compute ``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert e, or
-    ``down_e(act(up_e(x)))``.
+    """Compute ``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert e.
 
     The parameters are ``gate``, ``up`` (E, F, D) and ``down`` (E, D, F), without biases. A rank holds the
     experts of its place on the ``expert`` axis, and of each the part of its tensor rank. Input: (M, D),
@@ -34,7 +33,8 @@ class Experts(DeclaredModule):
 
     #: Whether the stacks are (E, in, out).
     transposed = False
-    products: tuple[tuple[str, ...], ...]
+    #: The names of the stacks, in groups that multiply the same rows.
+    products: tuple[tuple[str, ...], ...] = ("gate", "up"), ("down",)
     gate: nn.Parameter
     up: nn.Parameter
     down: nn.Parameter
@@ -46,14 +46,11 @@ class Experts(DeclaredModule):
         intermediate_size: int,
         *,
         act: str = "silu",
-        gated: bool = True,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__(state)
-        self.act, self.gated = activation(act), gated
-        #: The names of the stacks, in groups that multiply the same rows.
-        self.products = ("gate", "up") if gated else ("up",), ("down",)
+        self.act = activation(act)
         self.adapters: list[LowRank] = []
         shape, start = (num_experts, intermediate_size, hidden_size), Uniform(1 / sqrt(hidden_size))
         for name in self.products[0]:
@@ -63,9 +60,8 @@ class Experts(DeclaredModule):
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
-        made = self._products(("up", "gate") if self.gated else ("up",), x_MD, counts)
-        y_MF = self.act(made["gate"]) * made["up"] if self.gated else self.act(made["up"])
-        return self._products(("down",), y_MF, counts)["down"]
+        made = self._products(("up", "gate"), x_MD, counts)
+        return self._products(("down",), self.act(made["gate"]) * made["up"], counts)["down"]
 
     def _products(self, names: tuple[str, ...], x: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
         stacks = {name: local(cast(Tensor, getattr(self, name))) for name in names}
@@ -95,6 +91,7 @@ class ClampedExperts(Experts):
     """
 
     transposed = True
+    products = ("gate_up",), ("down",)
     gate_up: nn.Parameter
     gate_up_bias: nn.Parameter
     down_bias: nn.Parameter
@@ -113,7 +110,6 @@ class ClampedExperts(Experts):
         DeclaredModule.__init__(self, state)
         self.adapters: list[LowRank] = []
         self.alpha, self.limit = alpha, limit
-        self.products = ("gate_up",), ("down",)
         wide, declare = 2 * intermediate_size, partial(self.declare, experts=True)
         # A gate and its upper product are neighbours and stay on one rank.
         declare("gate_up", (num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial)

@@ -454,13 +454,13 @@ RECURRENT = (
 )
 
 
-def mixture(s: State, *, gated: bool = True, shared: bool = False, clamped: bool = False) -> MoE:
+def mixture(s: State, *, shared: bool = False, clamped: bool = False) -> MoE:
     """Make a mixture in which one expert is never chosen: its bias is low."""
     router = TopKRouter(12, 8, 2, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=s)
     assert router.bias is not None
     router.bias[3] = -100.0
     net = GatedShared(12, GatedMLP(12, 16, bias=True, entered=True, state=s), state=s) if shared else None
-    experts: Experts = Experts(8, 12, 16, gated=gated, state=s)
+    experts: Experts = Experts(8, 12, 16, state=s)
     if clamped:
         experts = ClampedExperts(8, 12, 16, limit=0.4, initial=Normal(0.3), state=s)
     return MoE(router, experts, shared=net, state=s).double()
