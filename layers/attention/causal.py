@@ -57,9 +57,9 @@ def causal_attention(
     table in ``backends.py`` that can. With several context ranks the call is collective, in blocks.
     """
     scores = Scores(scale, soft_cap, sinks, alibi, dropout)
-    if scope is not None and scope.context is not None:
-        return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, scores)
     scope = scope or AttentionScope()
+    if scope.over_context:
+        return context_attention(q_BHSE, k_BKSE, v_BKSE, scope, scores)
     device, widths = q_BHSE.device.type, (q_BHSE.shape[-1], v_BKSE.shape[-1])
     call = AttentionCall(device, q_BHSE.dtype, *widths, scope.masked, scope.cached, dropout > 0, scores.kind)
     chosen = choose_backend(call, backend)

@@ -60,10 +60,8 @@ class AttentionInputs:
         if any(make.by_length is not None for make in (rotary or {}).values()):
             lengths = torch.full_like(places, tokens)
             if positions is not None:
-                if cache is None:
-                    here = token_places(positions.shape[-1], state, positions.device)
-                else:
-                    here = torch.arange(cache.start, cache.used, device=positions.device)
+                start = 0 if cache is None else cache.start
+                here = start + token_places(positions.shape[-1], state, positions.device)
                 lengths = document_lengths(positions, here, tokens, state)
         self._ropes: dict[str, Rope] = {
             name: make(places, like.dtype, lengths) for name, make in (rotary or {}).items()

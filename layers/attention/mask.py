@@ -3,18 +3,23 @@
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState, alone_or
+from ..context_chunks import own_chunks, token_places
+from ..host_numbers import on_host
 from .backends import Backend
+from .blockwise import BlockAttentionOptions
 from .flex import block_mask
 from .kernel_checks import is_right
 from .key_value_cache import KeyValueCache
-from .ring_and_gathered_attention import ContextScope
+from .scores import Alibi
 from .varlen import sequences_of
 from .visible import exceeds, restarts, starts_and_firsts, visible_tokens
 
@@ -33,7 +38,8 @@ class AttentionScope:
     A mask has one form for each backend (``takes``), which is made when it is first asked for, and kept.
 
     If ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence (see
-    ``cut_sequence``), keys and values are fetched from the other ranks, and a cache is not possible.
+    ``cut_sequence``), keys and values are fetched from the other ranks, whose positions need not be known,
+    and a cache is not possible.
     """
 
     def __init__(
@@ -49,15 +55,18 @@ class AttentionScope:
         self.masked = False
         #: True if keys and queries are the same tokens, and causality alone decides.
         self.causal = True
-        #: The scope over several context ranks; ``None``: the whole sequence is on this rank.
-        self.context: ContextScope | None = None
-        self._cache, self._window, self._packed = cache, window, False
-        self._state = alone_or(state)
+        self.state, self._cache, self._window, self._packed = alone_or(state), cache, window, False
+        self.over_context = self.state.context.size > 1
         self._positions = None if positions is None else positions.reshape(-1, positions.shape[-1])
+        #: The place in its row of the first token of this forward.
+        self._start = 0 if cache is None else cache.start
         self._made: dict[object, Any] = {}
-        if state is not None and state.context.size > 1:
+        #: Over context ranks the lowest and the highest place that tokens of each chunk see first.
+        self._bounds: Sequence[Sequence[int]] = [(0, 0)] * 2
+        if self.over_context:
             assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
-            self.context = ContextScope(positions, window=window, state=state)
+            if self._positions is not None:
+                self._bounds = self._bounds_of_chunks(self._positions)
         elif cache is not None:
             later = 0 < cache.start < cache.used - 1  # several tokens that follow others
             self._packed = cache.packed
@@ -82,16 +91,16 @@ class AttentionScope:
         """
         (batch, _, length, width), device, dtype = q_BHSE.shape, q_BHSE.device, q_BHSE.dtype
         like = device, dtype, width
-        if self.context is not None:
-            return is_right("blocks", *like, self._state)
+        if self.over_context:
+            return is_right("blocks", *like, self.state)
         if backend == "varlen":
             positions = self._positions if self._packed else None
             return self._once("varlen", lambda: sequences_of(positions, batch, length, device, self._window))
         if backend == "flex":
-            here = torch.arange(length, device=device) if self._positions is None else self._positions
-            return self._once("flex", lambda: block_mask(starts_and_firsts(here, self._window)[1]))
+            row = torch.zeros(1, length, dtype=torch.int64, device=device)
+            return self._once("flex", lambda: block_mask(row if self._positions is None else self._firsts[1]))
         if backend == "blockwise":
-            return self.mask, self._once(like, lambda: is_right("blocks", *like, self._state))
+            return self.mask, self._once(like, lambda: is_right("blocks", *like, self.state))
         return self._once(dtype, lambda: self._numbers(dtype)) if self.masked else None
 
     @property
@@ -103,11 +112,39 @@ class AttentionScope:
         """Return the places of queries (S,) and keys (T,) in their row, and those where the queries'
         documents start, (B or 1, S); ``None``: all start with the row.
         """
-        start = 0 if self._cache is None else self._cache.start
-        keys = torch.arange(start + q_BHSE.shape[2], device=q_BHSE.device)
-        if self._positions is None or not self._packed:
-            return keys[start:], keys, None
-        return keys[start:], keys, starts_and_firsts(self._positions, None, keys[start:])[0]
+        keys = torch.arange(self._start + q_BHSE.shape[2], device=q_BHSE.device)
+        return keys[self._start :], keys, self._firsts[0] if self._packed else None
+
+    def blocks(
+        self, source: int, chunk: int, settings: BlockAttentionOptions, alibi: Alibi | None = None
+    ) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
+        """Yield the blocks that this rank computes with the keys of context rank ``source``: the rows of
+        queries and of keys, and the options, with what a query sees and a dropout seed of the block's own.
+
+        A block is one of this rank's two chunks of queries and one of the other's two chunks of keys;
+        ``chunk``: tokens in each. Those that causality, documents or a window leave empty are skipped.
+        """
+        size, index = self.state.context.size, self.state.context.index
+        # The later chunk of keys first: a query's first block then contains the query's own key.
+        for key, keys in reversed([*enumerate(own_chunks(source, size))]):
+            begin, key_rows = keys * chunk, slice(key * chunk, (key + 1) * chunk)
+            for query, queries in enumerate(own_chunks(index, size)):
+                rows = slice(query * chunk, (query + 1) * chunk)
+                low, last = self._bounds[query]
+                if keys > queries or low >= begin + chunk:
+                    continue
+                causal, mask, bias = keys == queries, None, None
+                if alibi is not None:
+                    here = torch.arange(chunk, device=self.state.device)
+                    starts = self._firsts[0][:, rows] if last else None
+                    bias = alibi.bias(queries * chunk + here, begin + here, starts)
+                if last > begin:  # it begins before what some query sees first
+                    firsts = self._firsts[1][:, None, rows, None]
+                    mask = begin + torch.arange(chunk, device=firsts.device) >= firsts
+                    mask = mask.tril() if causal else mask
+                seed = (settings.seed + 4 * source + 2 * query + key) % 2**63
+                options = replace(settings, causal=causal, mask=mask, seed=seed, bias=bias)
+                yield rows, key_rows, options
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the queries meet in ``block``: the cached ones and these."""
@@ -125,8 +162,26 @@ class AttentionScope:
         return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
 
     def _dense(self) -> Tensor:
+        firsts = self._firsts[1]
+        return visible_tokens(firsts, self._start + firsts.shape[1])
+
+    @property
+    def _firsts(self) -> tuple[Tensor, Tensor]:
+        """Return the places where each token's document starts, and of the first token that it sees."""
         assert self._positions is not None, "without positions nothing is hidden"
-        start = 0 if self._cache is None else self._cache.start
-        keys = start + self._positions.shape[1]
-        places = torch.arange(start, keys, device=self._positions.device)
-        return visible_tokens(starts_and_firsts(self._positions, self._window, places)[1], keys)
+        return self._once("firsts", partial(self._starts_and_firsts, self._positions))
+
+    def _starts_and_firsts(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        places_S = self._start + token_places(positions_BS.shape[1], self.state, positions_BS.device)
+        return starts_and_firsts(positions_BS, self._window, places_S)
+
+    def _bounds_of_chunks(self, positions_BS: Tensor) -> list[list[int]]:
+        """Return the lowest and the highest place that tokens of each chunk of queries see first."""
+        firsts, here = self._firsts[1], on_host(positions_BS)
+        if here is None and (torch.compiler.is_compiling() or positions_BS.is_meta):
+            return [[0, positions_BS.shape[1] * self.state.context.size]] * 2
+        if here is not None and here is not positions_BS:  # else an accelerator is waited for, once a forward
+            firsts = self._starts_and_firsts(here)[1]
+        halves = firsts.unflatten(-1, (2, -1))
+        bounds: list[list[int]] = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
+        return bounds

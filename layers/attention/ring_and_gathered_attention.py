@@ -12,8 +12,7 @@ B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,77 +20,15 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
 from ...parallel_state.engine.collectives import ring_exchange_start, ring_exchange_wait
-from ..context_chunks import own_chunks, token_places
-from ..host_numbers import on_host
 from ..rounds import rounds
 from .blockwise import BlockAttentionOptions, WholeAttention, attend, attend_backward
 from .kernel_checks import is_right
-from .scores import Alibi, Scores
-from .visible import starts_and_firsts
-
-
-class ContextScope:
-    """Hold the first token that each of this rank's tokens sees. It is made once a forward, from positions;
-    those of other ranks' tokens need not be known.
-    """
-
-    def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
-        self.state = state
-        #: (B or 1, S), the place of the first token that each token sees; ``None``: all see the row's first.
-        self.first: Tensor | None = None
-        #: The place where each token's document starts, of the same shape.
-        self._starts: Tensor | None = None
-        self._bounds: Sequence[Sequence[int]] = ()
-        if positions is None:
-            return
-        places = token_places(positions.shape[-1], state, positions.device)
-        starts, first = starts_and_firsts(positions, window, places)
-        here = on_host(positions)  # else this waits for an accelerator, once a forward
-        if here is None and (torch.compiler.is_compiling() or positions.is_meta):
-            bounds = [(0, positions.shape[-1] * state.context.size)] * 2
-        else:
-            seen = first
-            if here is not None and here is not positions:
-                seen = starts_and_firsts(here, window, token_places(here.shape[-1], state))[1]
-            halves = seen.unflatten(-1, (2, -1))
-            bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
-        if any(last > 0 for _, last in bounds):
-            self.first, self._starts, self._bounds = first, starts, bounds
-
-    def blocks(
-        self, source: int, chunk: int, settings: BlockAttentionOptions, alibi: Alibi | None = None
-    ) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
-        """Yield the blocks that this rank computes with the keys of context rank ``source``: the rows of
-        queries and of keys, and the options, with what a query sees and a dropout seed of the block's own.
-
-        A block is one of this rank's two chunks of queries and one of the other's two chunks of keys;
-        ``chunk``: tokens in each. Those that causality, documents or a window leave empty are skipped.
-        """
-        size = self.state.context.size
-        # The later chunk of keys first: a query's first block then contains the query's own key.
-        for key, keys in reversed([*enumerate(own_chunks(source, size))]):
-            begin, key_rows = keys * chunk, slice(key * chunk, (key + 1) * chunk)
-            for query, queries in enumerate(own_chunks(self.state.context.index, size)):
-                rows = slice(query * chunk, (query + 1) * chunk)
-                low, last = self._bounds[query] if self._bounds else (0, 0)
-                if keys > queries or low >= begin + chunk:
-                    continue
-                causal, mask, bias = keys == queries, None, None
-                if alibi is not None:
-                    here = torch.arange(chunk, device=self.state.device)
-                    starts = None if self._starts is None else self._starts[:, rows]
-                    bias = alibi.bias(queries * chunk + here, begin + here, starts)
-                if self.first is not None and last > begin:  # it begins before what some query sees first
-                    key_places = begin + torch.arange(chunk, device=self.first.device)
-                    mask = key_places >= self.first[:, None, rows, None]
-                    mask = mask.tril() if causal else mask
-                seed = (settings.seed + 4 * source + 2 * query + key) % 2**63
-                options = replace(settings, causal=causal, mask=mask, seed=seed, bias=bias)
-                yield rows, key_rows, options
+from .mask import AttentionScope
+from .scores import Scores
 
 
 def context_attention(
-    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: ContextScope, scores: Scores
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: AttentionScope, scores: Scores
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 

@@ -11,7 +11,6 @@ from trilith.layers import AttentionScope, cut_sequence, default_positions, toke
 from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
-from trilith.layers.attention.ring_and_gathered_attention import ContextScope
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
@@ -50,7 +49,7 @@ def work(scope, size, chunk):
 def test_every_rank_has_the_same_work_with_any_ranks_keys(size, chunk):
     """With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks."""
     for state in ranks(size):
-        found = work(ContextScope(None, state=state), size, chunk)
+        found = work(AttentionScope(None, state=state), size, chunk)
         own = found.pop(state.context.index)
         assert own == chunk * (chunk + 1) + chunk * chunk
         assert found == [2 * chunk * chunk] * (size - 1)
@@ -68,7 +67,7 @@ def test_blocks_and_masks_are_what_the_whole_mask_says(size, chunk, data):
     expected = AttentionScope(positions, window=window).mask
     whole = torch.ones(2, 1, length, length).tril().bool() if expected is None else expected
     for state in ranks(size):
-        scope = ContextScope(cut_sequence(positions, state), window=window, state=state)
+        scope = AttentionScope(cut_sequence(positions, state), window=window, state=state)
         found = torch.zeros(2, 1, 2 * chunk, length, dtype=torch.bool)
         for source, other in enumerate(ranks(size)):
             keys = token_places(2 * chunk, other)
@@ -83,7 +82,7 @@ def test_blocks_and_masks_are_what_the_whole_mask_says(size, chunk, data):
 
 def test_a_window_leaves_out_the_blocks_before_it():
     state = ranks(4)[3]  # chunks 3 and 4 of 8
-    scope = ContextScope(token_places(16, state), window=9, state=state)
+    scope = AttentionScope(token_places(16, state), window=9, state=state)
     found = {source: [*scope.blocks(source, 8, SETTINGS)] for source in range(4)}
     assert found[0] == [] and found[1] == [], "chunks 0, 7 and 1, 6"
     ((rows, key_rows, options),) = found[2]
