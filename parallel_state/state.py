@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..system.errors import BadInput
-from .layout import Coordinates, Layout
+from .layout import AXES, Coordinates, Layout
 from .process_groups import (
     FILES_TIMEOUT,
     TIMEOUT,
@@ -74,7 +74,9 @@ class ParallelState:
         self.device = device or torch.device("cpu")
         self.mesh = mesh
         self._experts = experts
-        self._files, groups = files, groups or {}
+        #: The group of all ranks on the CPU, for checkpoints: a thread may use it beside computing.
+        self.file_group = files
+        groups = groups or {}
         # Once: cutting a mesh costs milliseconds. None has one tensor rank alone.
         both = (None if layout.tensor == 1 or whole is None else whole["tensor"] for whole in (mesh, experts))
         #: The meshes of tensor-parallel DTensor parameters, and of those that are also cut over ``expert``;
@@ -144,9 +146,7 @@ class ParallelState:
             ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
             groups["ends"] = new_group(ends, timeout)
         if layout.context > 1:
-            first = rank - layout.coordinates(rank).context * layout.tensor
-            around = [first + piece * layout.tensor for piece in range(layout.context)]
-            groups["context"] = new_group(around, timeout)
+            groups["context"] = along(ranks.view(layout.sizes), AXES.index("context"))
         return cls(
             layout,
             rank,
@@ -194,11 +194,6 @@ class ParallelState:
             for shard in range(self.layout.data_shard)
         ]
         return new_group(ranks, TIMEOUT)
-
-    @property
-    def file_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks on the CPU, for checkpoints: a thread may use it beside computing."""
-        return self._files
 
     @cached_property
     def data_mesh(self) -> DeviceMesh:

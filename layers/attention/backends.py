@@ -28,7 +28,7 @@ from ...parallel_state.engine import accelerator
 
 Backend = Literal["sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
 #: Values of ``attention_backend``.
-PinnedBackend = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
+PinnedBackend = Literal["auto", Backend]
 Score = Literal["", "soft cap", "sinks", "ALiBi", "rounded ALiBi"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 _ORDER: tuple[Backend, ...] = ("varlen", "sdpa", "blockwise")
