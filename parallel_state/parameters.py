@@ -1,7 +1,7 @@
 """Declare parameters with how they are cut, a user's too, find their local part, and fill a whole model."""
 
 from collections.abc import Container, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,20 @@ class DeclaredModule(nn.Module):
         """Declare and register a parameter of this module; ``facts``: further ones of a ``Declaration``."""
         declare_parameter(self, name, Declaration(shape, cut, **facts), self.state)
 
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill this rank's part of the declared parameters again; padding becomes zero.
+    def reset_parameters(self) -> None:
+        """Fill this rank's part of the declared parameters again, from torch's global seed, which the ranks
+        must set alike; padding becomes zero.
 
-        With a ``seed`` the values depend on it and on each parameter's name in this module; without one they
-        depend on torch's global seed, which the ranks must set alike. The bits are the same in every layout.
-        Those on the meta device stay as they are. ``initialize`` fills a whole model, by all names.
+        The bits are the same in every layout. Parameters on the meta device stay as they are. ``initialize``
+        fills a model by a seed and by names.
         """
-        holders = [("", cast(nn.Module, self))]  # and those that only hold one of several products
-        holders += [(f"{name}.", child) for name, child in self.named_children() if type(child) is nn.Module]
-        for prefix, holder in holders:
+        products = [child for child in self.children() if type(child) is nn.Module]  # which hold one alone
+        for holder in (self, *products):
             for leaf, declaration in holder.__dict__.get("declared", {}).items():
-                parameter = getattr(holder, leaf)
-                drawn = _global_seed() if seed is None else seed_of(seed, f"{prefix}{leaf}")
+                parameter, seed = getattr(holder, leaf), _global_seed()
                 if not parameter.is_meta:
                     box = stored_box(parameter, declaration, holder.__dict__["declared_state"])
-                    _fill(local_data(parameter), box, declaration, drawn)
+                    _fill(local_data(parameter), box, declaration, seed)
 
 
 def _global_seed() -> int:
