@@ -135,7 +135,7 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
         lines.append(f"stages: {plan.cut}")
     if plan.attention:
         words = "; ".join(
-            f"{kind}: {checked_backend(call, recipe.attention_backend, state.device, state)}"
+            f"{kind}: {checked_backend(call, recipe.attention_backend, state.device)}"
             for kind, call in plan.attention.items()
         )
         lines.append(f"attention over {words}")

@@ -74,7 +74,7 @@ class AttentionLayer(nn.Module):
     def prepare(self, like: Tensor, length: int, scope: AttentionScope) -> None:
         """Make what this layer needs of the scope, for rows of ``length`` tokens, as many as ``like`` has."""
         call = self.call(like.device.type, like.dtype, scope.masked, scope.cached)
-        backend = checked_backend(call, self.backend, like.device, self.state)
+        backend = checked_backend(call, self.backend, like.device)
         scope.takes(backend, like.new_empty(1).expand(len(like), 1, length, self.key_dim))
 
     def call(

@@ -1,7 +1,7 @@
 """Try torch's private kernels on this machine before a model depends on them, for heads like the model's.
 
 Each is compared once a process with scores written out in fp32, for each device, dtype and width of heads.
-The ranks that compute one forward together then agree, so that all of them take the kernel or none.
+Ranks need not agree: what they send each other is the same with and without a kernel.
 """
 
 import warnings
@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel_state import ParallelState
 from ...parallel_state.engine import accelerator
 from ...parallel_state.engine.autograd_and_compiler import outside_modes
 from .backends import FAILED, HALF, AttentionCall, Backend, PinnedBackend, choose_backend
@@ -26,54 +23,33 @@ from .visible import starts_and_firsts, visible_tokens
 
 Kernel = Literal["blocks", "varlen"]
 _KINDS: dict[Kernel, str] = {"blocks": "fused attention", "varlen": "attention over documents"}
-#: The answers on which the ranks of a state have agreed: (kernel, device, dtype, width) -> right or not.
-_AGREED: WeakKeyDictionary[ParallelState, dict[object, bool]] = WeakKeyDictionary()
 
 
-def checked_backend(
-    call: AttentionCall, pinned: PinnedBackend, device: torch.device, state: ParallelState
-) -> Backend:
+def checked_backend(call: AttentionCall, pinned: PinnedBackend, device: torch.device) -> Backend:
     """Choose a backend for a call on ``device``, as ``choose_backend`` does. ``varlen`` is taken only if it
-    is right there, see ``is_right``; otherwise the choice is made without it, from now on. Collective over
-    the tensor and context ranks.
+    is right there, see ``is_right``; otherwise the choice is made without it, from now on.
     """
     chosen = choose_backend(call, pinned)
     if chosen == "varlen" and not torch.compiler.is_compiling():
-        if not is_right("varlen", device, call.dtype, call.width, state):
+        if not is_right("varlen", device, call.dtype, call.width):
             FAILED.add(call.heads)
         chosen = choose_backend(call, pinned)
     return chosen
 
 
-def is_right(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, state: ParallelState
-) -> bool:
+def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether a kernel gives the numbers of the formula, for heads of this width.
 
     ``blocks``: flash attention with its log-sums, over one block of a longer sequence; ``varlen``: over
-    documents. A warning says if it does not. On an accelerator the first question is collective over the
-    tensor and context ranks, whose devices may differ; hosts have the same torch.
+    documents. A warning says if it does not.
     """
     if not accelerator.has_numbers(device):
         return device.type != "meta" or accelerator.is_imagined(device)
-    answers, key = _AGREED.setdefault(state, {}), (kernel, device, dtype, width)
-    if key not in answers:
-        with outside_modes():  # a trace has no numbers to compare
-            answers[key] = _agreed(_tried(kernel, device, dtype, width), state)
-    return answers[key]
-
-
-def _agreed(right: bool, state: ParallelState) -> bool:
-    if state.mesh is None or not accelerator.is_accelerator(state.device):
-        return right
-    vote = torch.tensor(int(right))
-    for axis in (state.tensor, state.context):
-        if axis.size > 1:
-            dist.all_reduce(vote, dist.ReduceOp.MIN, axis.group)
-    return bool(vote)
+    return _tried(kernel, device, dtype, width)
 
 
 @lru_cache(maxsize=64)
+@outside_modes()  # a trace has no numbers to compare
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _tried(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int) -> bool:

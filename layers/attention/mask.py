@@ -92,7 +92,7 @@ class AttentionScope:
         (batch, _, length, width), device, dtype = q_BHSE.shape, q_BHSE.device, q_BHSE.dtype
         like = device, dtype, width
         if self.over_context:
-            return is_right("blocks", *like, self.state)
+            return is_right("blocks", *like)
         if backend == "varlen":
             positions = self._positions if self._packed else None
             return self._once("varlen", lambda: sequences_of(positions, batch, length, device, self._window))
@@ -100,7 +100,7 @@ class AttentionScope:
             row = torch.zeros(1, length, dtype=torch.int64, device=device)
             return self._once("flex", lambda: block_mask(row if self._positions is None else self._firsts[1]))
         if backend == "blockwise":
-            return self.mask, self._once(like, lambda: is_right("blocks", *like, self.state))
+            return self.mask, self._once(like, lambda: is_right("blocks", *like))
         return self._once(dtype, lambda: self._numbers(dtype)) if self.masked else None
 
     @property

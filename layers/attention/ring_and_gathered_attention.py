@@ -37,7 +37,7 @@ def context_attention(
     Only key/value heads are sent, never the queries that share them. Dropout's masks follow torch's
     generator, which should differ between the context ranks. Collective over these, in backward too.
     """
-    fused = is_right("blocks", q_BHSE.device, q_BHSE.dtype, q_BHSE.shape[-1], scope.state)
+    fused = is_right("blocks", q_BHSE.device, q_BHSE.dtype, q_BHSE.shape[-1])
     settings = BlockAttentionOptions.of(q_BHSE, scores, causal=False, fused=fused)
     blocks = partial(scope.blocks, chunk=q_BHSE.shape[2] // 2, settings=settings, alibi=scores.alibi)
 

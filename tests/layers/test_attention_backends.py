@@ -24,7 +24,7 @@ from trilith.layers.attention import backends, causal, flex, kernel_checks, mask
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.scores import Scores
 from trilith.layers.attention.visible import restarts, visible_tokens
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state import BadInput, ParallelState, initialize
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 #: Three documents and two, of uneven lengths.
@@ -141,9 +141,8 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         monkeypatch.setattr(backends, "FAILED", failed := set[Any]())
         monkeypatch.setattr(kernel_checks, "FAILED", failed)
         monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
-        state = ParallelState(Layout(), 0)  # which has no answers yet
         with nullcontext() if taken else pytest.warns(UserWarning, match="attention over documents on cpu"):
-            chosen = kernel_checks.checked_backend(call, "auto", state.device, state)
+            chosen = kernel_checks.checked_backend(call, "auto", torch.device("cpu"))
         assert chosen == choose_backend(call) == ("varlen" if taken else "sdpa")
         assert choose_backend(replace(call, width=32)) == "varlen"  # heads that were not tried
 
@@ -165,7 +164,7 @@ def test_a_kernel_is_tried_only_where_it_would_be_chosen(changes, pinned, tried,
     asked = []
     monkeypatch.setattr(kernel_checks, "is_right", lambda *call: asked.append(call) or True)
     call = replace(AttentionCall("cuda", HALF, 64, 64, masked=True), **changes)
-    kernel_checks.checked_backend(call, pinned, torch.device("cpu"), ParallelState.alone())
+    kernel_checks.checked_backend(call, pinned, torch.device("cpu"))
     assert bool(asked) == tried
 
 

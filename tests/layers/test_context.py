@@ -1,7 +1,5 @@
 """Pieces of attention put together: the sequence's chunks, which blocks a rank computes, what each gives."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,6 @@ from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import run_parallel
 
 SETTINGS = BlockAttentionOptions(1.0, False)
 _sizes = st.sampled_from([2, 3, 4, 8])
@@ -140,11 +137,10 @@ def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
     """Each width and dtype of heads is tried, with as many keys as queries and with more."""
     right = blocks.flash_attention_backward
 
-    def fused(state, width=64):
-        return kernel_checks.is_right("blocks", torch.device("cpu"), torch.float32, width, state)
+    def fused(width=64):
+        return kernel_checks.is_right("blocks", torch.device("cpu"), torch.float32, width)
 
-    assert fused(ranks(2)[0])
-    monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
+    assert fused()
     for dim, size in ((3, 64), (2, 96)):
 
         def wrong(*tensors, dim=dim, size=size, **how):
@@ -152,24 +148,13 @@ def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
             return dq, dk * 1.01 if dk.shape[dim] == size else dk, dv
 
         monkeypatch.setattr(blocks, "flash_attention_backward", wrong)
-        state = ranks(2)[0]
+        kernel_checks._tried.cache_clear()
         with pytest.warns(UserWarning, match=r"fused attention on cpu .* of 64 in float32: .* of 1\.0e-02"):
-            assert not fused(state)
-        assert not fused(state)  # nor is it tried again
+            assert not fused()
+        assert not fused()  # nor is it tried again
     monkeypatch.setattr(blocks, "flash_attention_backward", right)
-    assert fused(state, 32) and not fused(state)
-
-
-def votes(layout):
-    state = ParallelState.start(layout)
-    with mock.patch.object(kernel_checks.accelerator, "is_accelerator", lambda device: True):
-        return [kernel_checks._agreed(right, state) for right in (True, state.rank == 0)]
-
-
-def test_ranks_of_one_forward_take_a_kernel_together_or_not_at_all():
-    for layout in (Layout.of(tensor=2), Layout.of(context=2)):
-        assert run_parallel(votes, 2, layout) == [[True, False]] * 2
-    assert run_parallel(votes, 2, Layout.of(data=2)) == [[True, True], [True, False]]
+    assert fused(32) and not fused()
+    kernel_checks._tried.cache_clear()
 
 
 def test_a_query_that_sees_no_key_of_a_block_weighs_nothing():
