@@ -51,12 +51,9 @@ class Alibi:
     factor: float = 1.0
     rounded: bool = False
     _slopes: HostNumbers = field(init=False, repr=False, compare=False)
-    _steepness: HostNumbers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_slopes", HostNumbers(self.slopes))
-        steepness = torch.tensor(self.slopes, dtype=torch.float32, device="cpu") * self.factor
-        object.__setattr__(self, "_steepness", HostNumbers(steepness.tolist()))
 
     def of_heads(self, start: int, stop: int) -> "Alibi":
         """Return the biases of the heads from ``start`` up to ``stop``."""
@@ -64,7 +61,7 @@ class Alibi:
 
     def steepness(self, device: torch.device) -> Tensor:
         """Return (H,) in fp32: what a key's score changes by for each position that it lies ahead."""
-        return self._steepness.on(device, torch.float32)
+        return self._slopes.on(device, torch.float32) * self.factor
 
     def bias(self, queries_Q: Tensor, keys_T: Tensor, starts_BQ: Tensor | None) -> ScoreBias:
         """Return the bias of scores, from the places of queries and keys in their row, and from the places
