@@ -25,7 +25,7 @@ from ..layers import find_blocks, keep_aside, stacks_of_experts
 from ..parallel_state import ParallelState, buffer_names, declarations, engine, mark_shared, refuse_foreign
 from ..parallel_state.engine import accelerator
 from ..parallel_state.engine.fully_sharded import ReplicaSums, compute_with_stored, ranks_of, sum_on_one_rank
-from ..parallel_state.engine.local_tensors import OfParts, without_view
+from ..parallel_state.engine.local_tensors import without_view
 from ..parallel_state.state import fsdp_mesh
 from .precision import ComputeWeights, Precision
 
@@ -77,18 +77,17 @@ def shard_over_data(
         "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting,
     }  # fmt: skip
     of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
-    with OfParts():
-        for stack in stacks:
-            fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
-            keep_aside(stack)
-        for block in find_blocks(model) if blocks is None else blocks:
-            if block not in stacks:
-                block.register_forward_hook(_without_views)
-                fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
-        # Backward begins with what forward ended with, the output layer; a loss may use its weight, too.
-        # Between the two, a pipeline's stage runs forwards of other micro-batches.
-        stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
-        fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
+    for stack in stacks:
+        fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
+        keep_aside(stack)
+    for block in find_blocks(model) if blocks is None else blocks:
+        if block not in stacks:
+            block.register_forward_hook(_without_views)
+            fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
+    # Backward begins with what forward ended with, the output layer; a loss may use its weight, too.
+    # Between the two, a pipeline's stage runs forwards of other micro-batches.
+    stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model

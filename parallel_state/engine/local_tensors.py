@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .accelerator import is_host
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
 _NESTS = (list, tuple, dict)
-#: What makes memory, and a parameter of what is there.
-_MADE_OF_PARTS = (torch.empty_like, torch.zeros_like, Tensor.detach)
 
 
 def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
@@ -40,18 +36,6 @@ def local_data(x: Tensor) -> Tensor:
     return here.detach() if here.requires_grad else here
 
 
-class OfParts(TorchFunctionMode):
-    """Make what is like a DTensor from its part: for each new shape torch would plan for milliseconds."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _MADE_OF_PARTS or not is_dtensor(whole := args[0]):
-            return func(*args, **(kwargs or {}))
-        part = func(whole._local_tensor, **(kwargs or {}))
-        return type(whole)(part, whole._spec, requires_grad=False)
-
-
 class AdamW(torch.optim.AdamW):
     """Run torch's AdamW on what this rank stores of each tensor: the update is element by element.
 
@@ -59,8 +43,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
-        with OfParts() if any(p not in self.state for p in group["params"]) else nullcontext():
-            is_complex = bool(super()._init_group(group, *gathered))
+        is_complex = bool(super()._init_group(group, *gathered))
         for tensors in gathered:
             tensors[:] = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
         return is_complex
@@ -77,15 +60,14 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which is slower, and
-    makes several of a parameter that several modules hold.
+    """Give a model memory on ``device``, without numbers, as its own ``to_empty`` does, which makes several
+    of a parameter that several modules hold.
     """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(parameter, []).append((module, name))
-    with OfParts():
-        model.to_empty(device=device)
+    model.to_empty(device=device)
     for (first, name), *others in holders.values():
         for module, other in others:
             module.register_parameter(other, first.get_parameter(name))

@@ -1,4 +1,4 @@
-"""What is lent to FSDP's modules for a while is taken back; memory like theirs is made without a plan."""
+"""What is lent to FSDP's modules for a while is taken back."""
 
 import contextlib
 
@@ -7,11 +7,8 @@ import torch
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.parallel_state import engine
 from trilith.parallel_state.engine.fully_sharded import in_one_backward, left_alone
-from trilith.parallel_state.engine.local_tensors import AdamW, OfParts
 from trilith.testing import run_parallel
 
 
@@ -62,41 +59,3 @@ def test_weights_left_alone_are_gathered_and_watched_again_afterwards():
     for alone, watched, later in run_parallel(calls_watched, 2):
         assert (alone, later) == (1, 0)  # FSDP still waits for what it did not ask for
         assert watched == 2
-
-
-def operators_of_memory():
-    """Return the operators that make FSDP's parameters, and those that give them and their moments memory;
-    and whether all are as torch's.
-    """
-    dispatched = []
-
-    class Noted(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            dispatched.extend(func.name() for whole in types if issubclass(whole, DTensor))
-            return func(*args, **(kwargs or {}))
-
-    with torch.device("meta"):
-        other = sharded()
-        with Noted(), OfParts():
-            model = sharded()
-    parameters = [*dispatched]
-    with Noted():
-        engine.to_empty(model, torch.device("cpu"))
-    other.to_empty(device="cpu")
-    optimizer = AdamW(model.parameters())
-    gradients(model)
-    with Noted():
-        optimizer.step()
-    moments = [state["exp_avg"] for state in optimizer.state.values()]
-    pairs = [*zip([*model.parameters(), *moments], [*other.parameters()] * 2, strict=True)]
-    return parameters, {*dispatched}, all(forms(pair[0]) == forms(pair[1]) for pair in pairs)
-
-
-def forms(whole):
-    return whole._spec, whole.device, whole.to_local().shape
-
-
-def test_memory_like_a_sharded_model_s_is_made_of_parts():
-    for parameters, dispatched, alike in run_parallel(operators_of_memory, 2):
-        assert alike and not dispatched & {"aten::empty_like", "aten::zeros_like"}, dispatched
-        assert "aten::detach" not in parameters
