@@ -1,10 +1,8 @@
 """Cut transformers' modules over the tensor ranks: by the plan that comes with its model, or whole."""
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,6 @@ from ...layers import (
     split_to_tensor,
 )
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
-from ...storage.small_files import read_toml
 from .config import AdoptedConfig
 from .layers import (
     GATE_AND_UP,
@@ -35,7 +32,7 @@ from .layers import (
     surround,
     without_sequence,
 )
-from .probe import Probed, initial_of
+from .probe import Probed, initial_of, plan_of
 
 
 def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:
@@ -75,26 +72,23 @@ STYLES: dict[str, Style | str] = {
 class Cutter:
     """Cut the modules of a model that the stage computes with, in place, and leave out all others.
 
-    ``plan``: transformers' styles, or ours in their place, by paths in which each number is any. ``fused``:
-    by our name of an equal part of a tensor of transformers its name, and the part's dim and number there.
+    ``fused``: by our name of an equal part of a tensor of transformers its name, and the part's dim and
+    number there.
     """
 
     def __init__(
         self, model: Any, cfg: AdoptedConfig, shown: Probed, stage: Stage, state: ParallelState | None
     ) -> None:
         kind, here = cfg.model_type, alone_or(state)
-        better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
-        self.model = model
-        self.plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {}) | better
+        self.model, self.plan, self.in_part = model, plan_of(model), shown.in_part
         of_text = model.config.get_text_config(decoder=True).to_dict()
         shares = [share for key, share in of_text.items() if "drop" in key]
         self.drops = here.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
         self.draws = dict[nn.Module, OwnDraws]()
         self.fused = dict[str, tuple[str, int, int]]()
-        for path, name in self.plan.items() if here.tensor.size > 1 else ():
-            why = STYLES.get(name, f"its plan's style {name} is not known")
-            if isinstance(why, str):
-                raise BadInput(kind, "tensor", expected="1", found=here.tensor.size, todo=f"{path}: {why}")
+        why = next(self._why_uncut(), "") if here.tensor.size > 1 else ""
+        if why:
+            raise BadInput(kind, "tensor", expected="1", found=here.tensor.size, todo=why)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is None or head is None:
             raise BadInput(kind, expected="a model with an embedding and an output layer", found="another")
@@ -125,12 +119,22 @@ class Cutter:
             if self.fused.get(name, (name,))[0] in shown.idle:  # stays as files have it
                 parameter.requires_grad_(False)
 
-    def _style(self, path: str) -> str:
-        return self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), "")
+    def _why_uncut(self) -> Iterator[str]:
+        for path, name in self.plan.items():
+            why = STYLES.get(name, f"its plan's style {name} is not known")
+            if isinstance(why, str):
+                yield f"{path}: {why}"
+        for name, parameter in self.model.named_parameters():
+            if (
+                name in self.in_part
+                and parameter.dim() > 1
+                and not {name, name.rpartition(".")[0]} & self.plan.keys()
+            ):
+                yield f"{name} meets a rank's heads or features alone, and no plan says how it is cut"
 
     def _cut(self, path: str, module: nn.Module, state: ParallelState) -> None:
         """Put a layer of ours in the place of a linear; declare what another module has of its own."""
-        name = self._style(path)
+        name = self.plan.get(path, "")
         known = STYLES.get(name)  # on one tensor rank it may be any
         style = known if isinstance(known, Style) else Style()
         if type(module) is nn.Linear:
@@ -140,7 +144,7 @@ class Cutter:
             kind, expected = self.model.config.model_type, f"a linear for the style {name}"
             raise BadInput(kind, path, expected=expected, found=type(module).__name__, todo="Take tensor=1")
         sizes = {leaf: parameter.dim() for leaf, parameter in module.named_parameters(recurse=False)}
-        styles = {leaf: self._style(f"{path}.{leaf}") for leaf in sizes}
+        styles = {leaf: self.plan.get(f"{path}.{leaf}", "") for leaf in sizes}
         whole = styles.get("gate_up_proj", "").startswith("packed")
         if name == "moe_tp_experts" and (dim := _features_dim(module, packed=whole)):
             part_gate_and_up(module, dim)
@@ -152,7 +156,9 @@ class Cutter:
             return
         apart = {leaf for leaf in sizes if styles[leaf] == "local_params"}
         apart |= {leaf for leaf, size in sizes.items() if (styles[leaf], size) == ("colwise", 1)}
-        seen_in_part = name == "replicated_with_grad_allreduce" or state.sequence
+        # Which a plan may forget, above all of norms that only some configs have.
+        between = any(f"{path}.{leaf}" in self.in_part for leaf in sizes)
+        seen_in_part = between or name == "replicated_with_grad_allreduce" or state.sequence
         declare_own(module, state, dict.fromkeys(apart, Cut(0)), partial=seen_in_part)
 
     def _linear(self, path: str, module: nn.Linear, style: Style, state: ParallelState) -> None:

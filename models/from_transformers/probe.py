@@ -3,9 +3,10 @@ one forward of it: what runs before, in and after its blocks.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from inspect import BoundArguments, signature
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
+from ...storage.small_files import read_toml
 from ..base.family import making
 from .attention import ATTENTION, attention, of_whole_rows, watched
 from .config import AdoptedConfig, in_one_line, model_class, quiet
@@ -121,12 +123,13 @@ class Probed:
 
     ``blocks``: path of the list of blocks; ``exit``: modules outside with parameters that run after them.
     ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor. ``idle``:
-    parameters that logits of tokens alone do not depend on, such as those of an image encoder.
+    parameters that logits of tokens alone do not depend on, such as those of an image encoder. ``in_part``:
+    those between linears that the plan cuts, which meet a tensor rank's own heads or features alone.
     """
 
     def __init__(self, cfg: AdoptedConfig) -> None:
         self.no_pipeline, self.no_context, self.outputs = "", "", 0
-        self.entry, self.exit, self.idle = set[str](), set[str](), set[str]()
+        self.entry, self.exit, self.idle, self.in_part = set[str](), set[str](), set[str](), set[str]()
         model, count = on_meta(cfg, ours=False), cfg.num_hidden_layers
         self.blocks = path_of_blocks(model, count)
         if not self.blocks:
@@ -172,6 +175,15 @@ class Probed:
         def noting(path: str) -> Any:
             return lambda *_: (self.exit if order else self.entry).add(path)
 
+        def planned(linear: nn.Module, args: Any, output: Tensor) -> None:
+            made_whole.extend(args if plan[path_of[linear]] == "rowwise" else ())
+            cut_here.add(output.grad_fn)
+
+        plan, made_whole, cut_here = plan_of(model), list[Tensor](), set[Any]()
+        path_of = {module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for linear, path in path_of.items():
+            if path in plan:
+                linear.register_forward_hook(planned)
         inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
         for path, module in model.eval().named_modules():
             own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
@@ -182,9 +194,11 @@ class Probed:
                 module.register_forward_pre_hook(noting(path))
         with torch.device("meta"), of_whole_rows():
             tokens = torch.zeros((2, _TOKENS), dtype=torch.int64)
-            read = _read_by(model(input_ids=tokens, use_cache=False).logits)
+            logits = model(input_ids=tokens, use_cache=False).logits
+        read, in_part = _read_by([logits]), _read_by(made_whole, until=cut_here)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.idle = {name for name, p in trained.items() if p not in read}
+        self.in_part = {name for name, p in trained.items() if p in in_part}
         if order != [*range(cfg.num_hidden_layers)]:
             return "its blocks do not run once each, in order"
         if shapes != {(2, _TOKENS, cfg.hidden_size)}:
@@ -207,6 +221,17 @@ def probed(cfg: AdoptedConfig) -> Probed:
         return Probed(cfg)
 
 
+def plan_of(model: Any) -> dict[str, str]:
+    """Return the styles of transformers' plan, or ours in their place, by paths of modules and parameters."""
+    better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
+    styles = dict(getattr(model, "_tp_plan", None) or {}) | better
+    rule_of = {
+        path: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        for path, _ in (*model.named_modules(), *model.named_parameters())
+    }
+    return {path: styles[rule] for path, rule in rule_of.items() if rule in styles}
+
+
 def path_of_blocks(model: Any, count: int) -> str:
     """Return the path of the first list of as many modules with parameters as the config states blocks, in
     what transformers calls the decoder, or anywhere.
@@ -219,9 +244,9 @@ def path_of_blocks(model: Any, count: int) -> str:
     return ""
 
 
-def _read_by(output: Tensor) -> set[Tensor]:
-    """Return the parameters that a backward from ``output`` would come to, without running it."""
-    left, nodes, read = [output.grad_fn], set[Any](), set[Tensor]()
+def _read_by(outputs: Sequence[Tensor], until: Set[Any] = frozenset()) -> set[Tensor]:
+    """Return the parameters that a backward would come to, without running it; it ends at nodes ``until``."""
+    left, nodes, read = [output.grad_fn for output in outputs], {*until}, set[Tensor]()
     while left:
         node: Any = left.pop()
         if node is not None and node not in nodes:

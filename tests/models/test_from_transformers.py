@@ -56,9 +56,9 @@ def short(raw):
     return raw if by_block else raw | {"num_hidden_layers": 2}
 
 
-def is_proved(kind, layouts):
-    is_short = all(layout.stages <= 2 for layout in layouts.values())
-    row = prove(kind, short(tiny(kind)) if is_short else tiny(kind), layouts)
+def is_proved(kind, layouts, **changes):
+    is_short, raw = all(layout.stages <= 2 for layout in layouts.values()), tiny(kind, **changes)
+    row = prove(kind, short(raw) if is_short else raw, layouts)
     assert layouts.keys() <= row.proved.keys(), row.refused
 
 
@@ -80,7 +80,7 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
 
 @of_this_version
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    "case",
     [
         ("electra", PIPELINE),  # whose embedding is narrower than its blocks
         ("bart", PIPELINE),  # whose table of positions is given no tokens on later stages
@@ -88,6 +88,10 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("llava_next", PIPELINE),  # with a parameter around its blocks that no text reads
         ("llama4_text", TENSOR),  # whose stacks of experts are transposed
         ("mimo_v2_flash", TENSOR),  # whose attention has a parameter for each head
+        # With norms of heads that the plan forgets.
+        ("qwen3_vl_moe", LAYOUTS["sequence"]),
+        ("phi", TENSOR, {"qk_layernorm": True}),
+        ("glm4_moe", TENSOR, {"use_qk_norm": True}),
         ("gpt2", LAYOUTS["sequence"]),  # which adds positions, and views what the last block made
         ("opt", LAYOUTS["sequence"]),  # whose blocks flatten tokens
         # Code behind the blocks of a stage views them by the tokens' shape.
@@ -99,8 +103,9 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_layout_of_a_type_equals_one_process(kind, layout):
-    is_proved(kind, {"this": layout})
+def test_a_layout_of_a_type_equals_one_process(case):
+    kind, layout, *changes = case
+    is_proved(kind, {"this": layout}, **dict(*changes))
 
 
 @of_this_version
@@ -411,6 +416,7 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("stages", "arcee", {}, "pipeline: expected at most 4, one block a stage, found 8", pipeline=8),
     declared("a style without a row", "arcee", {"num_hidden_layers": 3},
              "model.layers.*: its plan's style diagonal is not known", change=UNKNOWN_STYLE, tensor=2),
+    declared("norms of heads", "cohere", {"use_qk_norm": True}, "q_norm.weight meets a rank's", tensor=2),
     declared("a rule of files that keeps no boxes", "olmoe", {"num_hidden_layers": 2},
              "made by renaming, splitting, stacking", change=ROLLED),
     # Code may follow the output layer; and routers are transformers' own.

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -29,6 +29,7 @@ from trilith.models.from_transformers.config import FROM_PADDING, config_class, 
 from trilith.models.from_transformers.files import held_links
 from trilith.parallel_state import (
     BadInput,
+    Box,
     Layout,
     Normal,
     ParallelState,
@@ -205,8 +206,11 @@ def draw(model: nn.Module, state: ParallelState) -> None:
             data.copy_(torch.arange(data.numel()).view_as(data) % 3)
         elif box.size:
             flat = len(declaration.shape) < 2
-            part = data[: box.shape[0]] if box.shape else data
-            fill(part, box, declaration.shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
+            part, shape = data[: box.shape[0]] if box.shape else data, declaration.shape
+            if len(shape) > 3:  # of an image encoder: as rows, which are not drawn number by number
+                shape, part = (shape[0], prod(shape[1:])), part.flatten(1)
+                box = Box((box.start[0], 0), (box.stop[0], shape[1]))
+            fill(part, box, shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
             if flat and not name.endswith("bias"):
                 part.add_(0.5)
             if declaration.buffer and len(box.shape) > 2:  # of tokens by tokens: none sees later ones
