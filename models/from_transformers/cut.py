@@ -156,10 +156,9 @@ class Cutter:
             return
         apart = {leaf for leaf in sizes if styles[leaf] == "local_params"}
         apart |= {leaf for leaf, size in sizes.items() if (styles[leaf], size) == ("colwise", 1)}
-        # Which a plan may forget, above all of norms that only some configs have.
-        between = any(f"{path}.{leaf}" in self.in_part for leaf in sizes)
-        seen_in_part = between or name == "replicated_with_grad_allreduce" or state.sequence
-        declare_own(module, state, dict.fromkeys(apart, Cut(0)), partial=seen_in_part)
+        # A plan may forget these, above all norms that only some configs have.
+        in_part = {leaf for leaf in sizes if state.sequence or f"{path}.{leaf}" in self.in_part}
+        declare_own(module, state, dict.fromkeys(apart, Cut(0)), partial=in_part)
 
     def _linear(self, path: str, module: nn.Linear, style: Style, state: ParallelState) -> None:
         owner = self.model.get_submodule(path.rpartition(".")[0])

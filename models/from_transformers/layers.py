@@ -1,6 +1,6 @@
 """Change transformers' modules in place: what each rank has of them, and what they read, take and give."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -145,20 +145,20 @@ def head_of(
 
 
 def declare_own(
-    module: nn.Module, state: ParallelState, cuts: Mapping[str, Cut], *, partial: bool = False
+    module: nn.Module, state: ParallelState, cuts: Mapping[str, Cut], partial: Collection[str] = ()
 ) -> None:
     """Declare a module's own parameters and persistent buffers, whole but for ``cuts``, in place.
 
-    ``partial``: each tensor rank sees a part of what the module computes with.
+    ``partial``: those of which each tensor rank has a part of the gradient.
     """
-    transient, parts = module._non_persistent_buffers_set, ("tensor",) * (partial and state.tensor.size > 1)
+    transient = module._non_persistent_buffers_set
     stored = {name: x for name, x in module.named_buffers(recurse=False) if name not in transient}
     for name, tensor in (dict(module.named_parameters(recurse=False)) | stored).items():
         del (module._buffers if name in stored else module._parameters)[name]
         cut, still, initial = cuts.get(name), not tensor.requires_grad, initial_of(tensor)
-        sums = () if cut or still else parts
+        sums = name in partial and not cut and not still and state.tensor.size > 1
         stated = Declaration(
-            tuple(tensor.shape), cut, partial=sums, initial=initial,
+            tuple(tensor.shape), cut, partial=("tensor",) * sums, initial=initial,
             buffer=still, integer=not tensor.is_floating_point(),
         )  # fmt: skip
         declare_parameter(module, name, stated, state, plain=True)

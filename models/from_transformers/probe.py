@@ -180,13 +180,12 @@ class Probed:
             cut_here.add(output.grad_fn)
 
         plan, made_whole, cut_here = plan_of(model), list[Tensor](), set[Any]()
-        path_of = {module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        for linear, path in path_of.items():
-            if path in plan:
-                linear.register_forward_hook(planned)
+        path_of = {module: path for path, module in model.named_modules()}
         inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
         for path, module in model.eval().named_modules():
             own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            if path in plan and isinstance(module, nn.Linear):
+                module.register_forward_hook(planned)
             if module in number_of:
                 module.register_forward_hook(left, with_kwargs=True)
             elif module not in inner and own:
