@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from inspect import BoundArguments, signature
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
-from ...storage.small_files import read_toml
 from ..base.family import making
 from .attention import ATTENTION, attention, of_whole_rows, watched
 from .config import AdoptedConfig, in_one_line, model_class, quiet
@@ -220,15 +218,17 @@ def probed(cfg: AdoptedConfig) -> Probed:
         return Probed(cfg)
 
 
+#: What transformers' plans of attention lack, by type.
+_SINKS = {"model.layers.*.self_attn.sinks": "local_params"}
+_OWN_STYLES = {"granite_swa": _SINKS, "granitemoe_swa": _SINKS}
+
+
 def plan_of(model: Any) -> dict[str, str]:
-    """Return the styles of transformers' plan, or ours in their place, by paths of modules and parameters."""
-    better = read_toml(Path(__file__).with_name("plans.toml")).get(model.config.model_type, {})
-    styles = dict(getattr(model, "_tp_plan", None) or {}) | better
-    rule_of = {
-        path: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        for path, _ in (*model.named_modules(), *model.named_parameters())
-    }
-    return {path: styles[rule] for path, rule in rule_of.items() if rule in styles}
+    """Return the styles of transformers' plan, and ours beside it, by paths of modules and parameters."""
+    styles = dict(getattr(model, "_tp_plan", None) or {}) | _OWN_STYLES.get(model.config.model_type, {})
+    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    style_of = {path: styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)) for path in paths}
+    return {path: style for path, style in style_of.items() if style is not None}
 
 
 def path_of_blocks(model: Any, count: int) -> str:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import any_table
-from support.any_model import LAYOUTS, InFp64, draw, family, observed, plain, prove, reference, stepped, tiny
+from support.any_model import LAYOUTS, InFp64, draw, family, observed, plain, prove, stepped, tiny
 from support.nightly import some
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
@@ -59,7 +59,9 @@ def short(raw):
 def is_proved(kind, layouts, **changes):
     is_short, raw = all(layout.stages <= 2 for layout in layouts.values()), tiny(kind, **changes)
     row = prove(kind, short(raw) if is_short else raw, layouts)
-    assert layouts.keys() <= row.proved.keys(), row.refused
+    assert layouts.keys() <= row.proved.keys() and not row.refused, row.refused
+    assert row.proved["gradients"] < 1e-9 and row.proved["transformers"] < 1e-9
+    assert ("zoo" in row.proved) == (kind in FAMILIES) and row.proved.get("zoo", 0.0) < 1e-6
 
 
 def layouts_of(kind):
@@ -100,24 +102,15 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("gpt2", Layout.of(pipeline=2, virtual_stages=2, data=2, zero=3)),
         # Blocks give views, which a backward in two parts detaches in place.
         ("opt", Layout.of(pipeline=2, virtual_stages=2, v_shape=True)),
+        # What every layout would have alike: no factor of the embedding, rotations from bare memory, an
+        # output layer whose bias two modules name; and what the zoo computes too.
+        *((kind, None) for kind in ("gemma", "minicpm3", "roformer", *ZOO)),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_layout_of_a_type_equals_one_process(case):
+def test_a_layout_of_a_type_equals_one_process_and_transformers(case):
     kind, layout, *changes = case
-    is_proved(kind, {"this": layout}, **dict(*changes))
-
-
-@of_this_version
-@pytest.mark.parametrize("kind", [*ZOO, "gemma", "minicpm3", "roformer"])
-def test_one_process_is_transformers_own_and_the_zoo_s(kind):
-    """Every layout would agree without a factor of the embedding (Gemma), with rotations from bare memory
-    (MiniCPM3), or with an output layer whose bias two modules name (RoFormer).
-    """
-    with InFp64():
-        row, _ = reference(short(tiny(kind)))
-    assert row.proved["gradients"] < 1e-9 and row.proved["transformers"] < 1e-9 and not row.refused
-    assert ("zoo" in row.proved) == (kind in FAMILIES) and row.proved.get("zoo", 0.0) < 1e-6
+    is_proved(kind, {} if layout is None else {"this": layout}, **dict(*changes))
 
 
 def whole(kind, **changes):
@@ -517,8 +510,7 @@ def test_a_type_that_makes_its_masks_itself_is_planned(kind):
     ],
 )
 def test_parity_compares_a_type_of_any_kind_with_transformers(kind, tmp_path, capsys):
-    made, config, model = built(kind)
-    plain(config, made, model).float().save_pretrained(tmp_path / "hf")
+    saved(tmp_path / "hf", kind)
     assert run(["parity", str(tmp_path / "hf")]) == 0, capsys.readouterr()
 
 
