@@ -4,7 +4,7 @@ one forward of it: what runs before, in and after its blocks.
 
 import re
 from collections.abc import Callable, Sequence, Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import BoundArguments, signature
 from typing import Any
 from unittest.mock import patch
@@ -173,17 +173,16 @@ class Probed:
         def noting(path: str) -> Any:
             return lambda *_: (self.exit if order else self.entry).add(path)
 
-        def planned(linear: nn.Module, args: Any, output: Tensor) -> None:
-            made_whole.extend(args if plan[path_of[linear]] == "rowwise" else ())
+        def planned(style: str, linear: nn.Module, args: Any, output: Tensor) -> None:
+            made_whole.extend(args if style == "rowwise" else ())
             cut_here.add(output.grad_fn)
 
         plan, made_whole, cut_here = plan_of(model), list[Tensor](), set[Any]()
-        path_of = {module: path for path, module in model.named_modules()}
         inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
         for path, module in model.eval().named_modules():
             own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
             if path in plan and isinstance(module, nn.Linear):
-                module.register_forward_hook(planned)
+                module.register_forward_hook(partial(planned, plan[path]))
             if module in number_of:
                 module.register_forward_hook(left, with_kwargs=True)
             elif module not in inner and own:
