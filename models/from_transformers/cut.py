@@ -156,8 +156,9 @@ class Cutter:
             return
         apart = {leaf for leaf in sizes if styles[leaf] == "local_params"}
         apart |= {leaf for leaf, size in sizes.items() if (styles[leaf], size) == ("colwise", 1)}
+        planned = name == "replicated_with_grad_allreduce" or state.sequence
         # A plan may forget these, above all norms that only some configs have.
-        in_part = {leaf for leaf in sizes if state.sequence or f"{path}.{leaf}" in self.in_part}
+        in_part = {leaf for leaf in sizes if planned or f"{path}.{leaf}" in self.in_part}
         declare_own(module, state, dict.fromkeys(apart, Cut(0)), partial=in_part)
 
     def _linear(self, path: str, module: nn.Linear, style: Style, state: ParallelState) -> None:
