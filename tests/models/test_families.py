@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import EXPERTS, MODELS, PUBLISHED
-from support.families import transformers_model, with_adapters
+from support.families import in_files, transformers_model, with_adapters
 from support.models_page import MEASURED
 from support.nightly import some
 from trilith.checkpoints import load, read_adapter, read_source
@@ -153,15 +153,7 @@ def test_adapters_go_to_peft_and_back(row, theirs, tmp_path, record_property):
 
     source = read_adapter(tmp_path / "adapter", read_source(folder))
     assert isinstance(source.family, AdaptedFamily)
-    links, shapes = source.family.links(source.model_config)
-    back, parameters = (
-        {name: torch.empty(shape) for name, shape in shapes.items()},
-        dict(ours.named_parameters()),
-    )
-    for link in links:
-        piece = parameters[link.ours].detach()[link.ours_box.slices]
-        piece = piece.permute(*range(piece.ndim)[::-1]) if link.transpose else piece
-        back[link.hf][link.hf_box.slices] = piece.reshape(link.hf_box.shape)
+    back = in_files(source.family, source.model_config, dict(ours.named_parameters()))
     sent = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
     said = source.family.to_peft(source.model_config, str(folder))

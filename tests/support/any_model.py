@@ -52,6 +52,8 @@ from trilith.testing.layouts import (
 )
 from trilith.training import Precision, Step, TokenLoss, shard_over_data
 
+from support.families import in_files
+
 #: Layouts by the axis that each proves.
 LAYOUTS = {
     "tensor": Layout.of(tensor=2),
@@ -323,23 +325,12 @@ def farthest(seen: Observation, loss: Tensor, wanted: Mapping[str, Tensor], foun
     return max(apart(loss.new_tensor(seen.losses[0]), loss), *gaps)
 
 
-def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
+def beside_zoo(ours: Any, step: Step) -> tuple[Observation, float]:
     """Train the model, and return how far the first loss and gradients of the zoo's own model are from its,
     by the names in files. Asserts that both write the same bytes of the same file.
     """
     with TemporaryDirectory() as place, patch(f"{adopted.__name__}.refusals", lambda kind: {}):
         there = Path(place)
-
-        def in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            """Return tensors of a model's parameters as its files name them."""
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.zero_()
-                    if name in tensors:
-                        parameter[: len(tensors[name])] = tensors[name]
-            read = read_source(save(there / type(model).__name__, model)).hf
-            return {name: tensor.read() for name, tensor in read.items()}
-
         convert(save(there / "ours", ours), there / "hf", to="hf")
         zoo = cast(Any, load(there / "hf", dtype=torch.float64).model)
         assert type(zoo) is FAMILIES[zoo.family.model_type].model
@@ -348,8 +339,9 @@ def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
         set_auxiliary_losses(zoo.train(), balance=0.0, z_loss=0.0)
         loss = Step(zoo, TokenLoss(zoo), micro_batch=SAMPLES)(batch())
         theirs = {name: weight.grad for name, weight in zoo.named_parameters() if weight.grad is not None}
-        wanted, seen = in_files(zoo, theirs), observed(ours, step, step.state)
-        mine = in_files(ours, {name: gradient for name, (_, _, gradient) in seen.gradients.items()})
+        wanted, seen = in_files(zoo.family, zoo.config, theirs), observed(ours, step, step.state)
+        gradients = {name: gradient for name, (_, _, gradient) in seen.gradients.items()}
+        mine = in_files(ours.family, ours.config, gradients)
     return seen, farthest(seen, loss, wanted, as_pieces(mine))
 
 

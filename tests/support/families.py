@@ -94,6 +94,19 @@ def on_disk(theirs: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def in_files(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of our parameters under the names that files bear; zeros where there are none."""
+    links, shapes = family.links(config)
+    like = next(iter(tensors.values()))
+    written = {name: torch.zeros(shape, dtype=like.dtype) for name, shape in shapes.items()}
+    for link in links:
+        if link.ours in tensors:
+            piece = tensors[link.ours].detach()[link.ours_box.slices]
+            piece = piece.permute(*range(piece.ndim)[::-1]) if link.transpose else piece
+            written[link.hf][link.hf_box.slices] = piece.reshape(link.hf_box.shape)
+    return written
+
+
 def with_adapters(model: Any, **lora: Any) -> Any:
     """Put PEFT's adapters on a model of transformers, all random: a B of zero would hide A's effect."""
     import peft

@@ -236,15 +236,12 @@ def test_inspect_does_not_count_a_routers_bias(tmp_path, capsys):
     model = model_of(TINY_GLM, device="cpu")
     initialize(model, 0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    padding = (model.embed.rows - 131) * 32 * 2
     save(tmp_path / "run", model)
     assert run(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
-    for source in ("run", "hf"):
+    for source, padding in (("run", 0), ("hf", (model.embed.rows - 131) * 32 * 2)):
         capsys.readouterr()
         assert run(["inspect", str(tmp_path / source)]) == 0
-        said = capsys.readouterr().out
-        assert any(f"{count:,} parameters" in said for count in (trained, trained - padding))
-        assert f"{trained + 2 * 8:,} parameters" not in said
+        assert f" {trained - padding:,} parameters" in capsys.readouterr().out
 
 
 def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
