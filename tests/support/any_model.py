@@ -209,7 +209,7 @@ def draw(model: nn.Module, state: ParallelState) -> None:
         elif box.size:
             flat = len(declaration.shape) < 2
             part, shape = data[: box.shape[0]] if box.shape else data, declaration.shape
-            if len(shape) > 3:  # of an image encoder: as rows, which are not drawn number by number
+            if len(shape) > 3 and not declaration.buffer:  # of an image encoder: as rows, which take no time
                 shape, part = (shape[0], prod(shape[1:])), part.flatten(1)
                 box = Box((box.start[0], 0), (box.stop[0], shape[1]))
             fill(part, box, shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
