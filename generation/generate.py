@@ -13,6 +13,7 @@ from torch import Tensor
 from ..layers import KeyValueCache, gather_logits
 from ..layers.host_numbers import send
 from ..parallel_state import require, seed_of
+from ..parallel_state.engine.gathered_weights import gathered_once
 from ..pipeline import Stages, evaluating
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def generate(
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", number)) for number in numbers]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    with evaluating(model, head_in_loss=False):
+    with evaluating(model, head_in_loss=False), gathered_once(model):
         read = 0
         for number in range(max_new_tokens):
             samples = {"input_ids": tokens_BT[:, read:], "positions": positions_BT[:, read:]}

@@ -70,4 +70,4 @@ from .parallel_linear import ColumnParallelLinear, ParallelLinear, ReplicatedLin
 from .recurrent.gated_delta_net import GatedDeltaNet
 from .recurrent.mamba2 import Mamba2
 from .rope import Rope, RotaryEmbedding, inverse_frequencies, yarn_scale
-from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts
+from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts, unshared_blocks

@@ -1,6 +1,7 @@
 """Place the blocks of a model on pipeline ranks. A block keeps its global number in every layout."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
@@ -102,6 +103,26 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += find_blocks(child)
     return [*dict.fromkeys(blocks)]
+
+
+def unshared_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> list[nn.Module]:
+    """Return those of the blocks (default: ``find_blocks``) that share no parameter with what is beside them.
+
+    FSDP can gather these by themselves; a parameter of several blocks it must gather with the model.
+    """
+    blocks = find_blocks(model) if blocks is None else [*blocks]
+    holders = Counter(parameter for block in blocks for parameter in {*block.parameters()})
+    holders.update(_parameters_beside(model, {*blocks}))
+    return [block for block in blocks if all(holders[parameter] == 1 for parameter in block.parameters())]
+
+
+def _parameters_beside(module: nn.Module, blocks: Container[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of a module that a way through none of these blocks leads to."""
+    if module in blocks:
+        return set()
+    return {*module.parameters(recurse=False)}.union(
+        *(_parameters_beside(child, blocks) for child in module.children())
+    )
 
 
 def stage_parts(model: Any) -> tuple[Stage, ...]:

@@ -4,16 +4,17 @@ step trains: every trained parameter has a gradient, and not all gradients are z
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..system.errors import BadInput, PeerFailed
 from .declaration import declarations
-from .engine import accelerator, local_data
+from .engine import accelerator, fsdp_modules, local_data
 from .engine.local_tensors import foreach_copy_
 from .foreign import check_state
 from .state import ParallelState, alone_or
@@ -40,16 +41,18 @@ class GradientSums:
         check_state(model, state, where, averaged=averaged)
         stated = declarations(model)
         self._all = [(name, parameter, stated[name]) for name, parameter in model.named_parameters()]
+        # FSDP adds to a gradient without a change of the tensor that is the parameter's.
+        self._added = int(state.layout.holds_alone and not fsdp_modules(model))
 
     def finalize(self, *, reduce: torch.dtype | None = None) -> None:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
         if state.tensor.size > 1:
             partial = [weight for _, weight, stated in self._all if "tensor" in stated.partial]
-            _sum_together(partial, state.tensor.group, reduce)
+            _sum_together(partial, state.tensor.group, reduce, self._added)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
             tied = [weight for _, weight, stated in self._all if stated.ends]
-            _sum_together(tied, state.ends.group, reduce)
+            _sum_together(tied, state.ends.group, reduce, self._added)
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -104,7 +107,7 @@ def divide_gradients(model: nn.Module, by: Tensor) -> None:
 
 
 def _sum_together(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, reduce: torch.dtype | None
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, reduce: torch.dtype | None, added: int
 ) -> None:
     """All-reduce the gradients of many small parameters as one tensor, for each dtype.
 
@@ -120,12 +123,32 @@ def _sum_together(
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
+        _refuse_summed_twice(gradients, parts, added)
         summed = [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)]
         foreach_copy_(grads, summed)
         for parameter, gradient, part in zip(same, gradients, parts, strict=True):
             # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
             if parameter.grad is None and bool(part.any() | ~part.signbit().all()):
                 parameter.grad = gradient
+        _SUMMED.update((gradient, gradient._version) for gradient in gradients)
+
+
+#: The gradients that are sums, each with its version then.
+_SUMMED: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+
+
+def _refuse_summed_twice(gradients: Iterable[Tensor], sums: Iterable[Tensor], added: int) -> None:
+    """Refuse sums of what was summed before, alike on all ranks: a gradient that is the same tensor as then,
+    changed at most as often as by a backward that ``added`` to it; what sets it to zero is a change more.
+    """
+    for gradient, total in zip(gradients, sums, strict=True):
+        # The host waits for the device only here: zeros alone may be summed again.
+        if gradient._version <= _SUMMED.get(gradient, -2) + added and bool(total.any()):
+            raise BadInput(
+                "finalize_gradients", "gradients", expected="those of one step's backwards, summed once",
+                found="sums, which would be summed a second time",
+                todo="Call it once in a step, after the last backward, and not after Step; then zero_grad()",
+            )  # fmt: skip
 
 
 class NotTrained(PeerFailed):

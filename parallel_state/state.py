@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,10 @@ class ParallelState:
         last = layout.pipeline - 1
         ends = 2 if last and at.pipeline in (0, last) else 1
         self.ends = Axis(ends, int(ends == 2 and at.pipeline == last), groups.get("ends"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the state itself: a copy of a model, as of its averaged weights, lies on the same ranks."""
+        return self
 
     @classmethod
     def start(

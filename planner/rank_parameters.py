@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from ..layers import find_blocks, numbered_blocks, stage_parts
+from ..layers import numbered_blocks, stage_parts, unshared_blocks
 from ..parallel_state import Declaration, ParallelState, declarations
 
 
@@ -145,7 +145,7 @@ class RankParameters:
 
 def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     """Count the parameters of a module that is not the zoo's, which may be on the meta device."""
-    named, blocks = dict(model.named_parameters()), find_blocks(model)
+    named, blocks = dict(model.named_parameters()), unshared_blocks(model)
     paths = {module: path for path, module in model.named_modules()}
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
     members: dict[nn.Module, list[tuple[nn.Parameter, Declaration]]] = {each: [] for each in (model, *blocks)}

@@ -66,7 +66,8 @@ class FunctionName:
 
 
 def _load(name: str, file: str) -> ModuleType:
-    known = sys.modules.get(name)
+    main = sys.modules["__main__"]
+    known = main if name == SCRIPT and _file_of(main) == file else sys.modules.get(name)
     if known is not None and _file_of(known) == file:
         return known
     try:
@@ -163,10 +164,15 @@ class Raised:
 class _Pickler(pickle.Pickler):
     """Plain pickle, which copies tensors into the message: no shared memory that outlives it.
 
-    (``torch.multiprocessing`` would send handles.) A view of a larger tensor is sent as what it shows alone.
+    (``torch.multiprocessing`` would send handles.) A view of a larger tensor is sent as what it shows alone,
+    and what a script defines by its file: ``__main__`` is another module there.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type) and (
+            obj.__module__ in ("__main__", SCRIPT) or "<" in obj.__qualname__
+        ):
+            return FunctionName.load, (FunctionName.of(obj),)
         if isinstance(obj, DTensor):
             raise TypeError(
                 "a DTensor belongs to its process group: return to_local() or full_tensor() of it"

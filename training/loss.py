@@ -146,7 +146,7 @@ class FunctionLoss(Loss):
         sequence: Mapping[str, int] | None = None,
     ) -> None:
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
-        self.count = None if count is None else lambda samples: {"loss": count(samples)}
+        self.count = None if count is None else partial(_as_term, count)
         self._faults: Sequence[bool] = ()
 
     def for_state(self, state: ParallelState) -> "FunctionLoss":
@@ -177,6 +177,11 @@ class FunctionLoss(Loss):
         if self.stated_count is not None and isinstance(returned, Tensor):
             returned = returned, self.stated_count(samples)
         return sum_and_count(returned)
+
+
+def _as_term(count: Callable[[Samples], Tensor | float], samples: Samples) -> dict[str, Tensor | float]:
+    """Return the count of the one term; no lambda, which could not be sent to other processes."""
+    return {"loss": count(samples)}
 
 
 def as_loss(loss: Any, state: ParallelState) -> Loss:

@@ -25,7 +25,8 @@ from ..parallel_state import (
     require,
     state_of,
 )
-from ..parallel_state.engine import fsdp_modules, is_sharded
+from ..parallel_state.engine import is_sharded
+from ..parallel_state.engine.gathered_weights import gathered_once
 from ..pipeline import Stages, check_schedule, evaluating, schedule_kind
 from ..system import counted, literal
 from .loss import Loss, as_loss, refuse_uncut
@@ -251,12 +252,11 @@ class Step:
 
     def _outputs(self, inputs: StepInputs, stages: Stages) -> Iterator[tuple[Samples, Any]]:
         """Run the forward of each micro-batch alone, and yield its samples and its output."""
-        for number, part in enumerate(inputs.micro_batches(self.micro_batch)):
-            if stages is not self.stages and (not number or stages.states_shapes):
-                stages.fit(part)  # the last one may be smaller
-            yield part, stages.forward(part)
-        for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
-            module.reshard()
+        with gathered_once(self.model):
+            for number, part in enumerate(inputs.micro_batches(self.micro_batch)):
+                if stages is not self.stages and (not number or stages.states_shapes):
+                    stages.fit(part)  # the last one may be smaller
+                yield part, stages.forward(part)
 
     @torch.no_grad()
     def _with_whole_step(self, inputs: StepInputs, loss: Loss, stages: Stages) -> StepInputs:

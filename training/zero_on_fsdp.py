@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..layers import find_blocks, keep_aside, stacks_of_experts
+from ..layers import keep_aside, stacks_of_experts, unshared_blocks
 from ..parallel_state import ParallelState, buffer_names, declarations, engine, mark_shared, refuse_foreign
 from ..parallel_state.engine import accelerator
 from ..parallel_state.engine.fully_sharded import ReplicaSums, compute_with_stored, ranks_of, sum_on_one_rank
+from ..parallel_state.engine.gathered_weights import drop_after_evaluation
 from ..parallel_state.engine.local_tensors import without_view
 from ..parallel_state.state import fsdp_mesh
 from .precision import ComputeWeights, Precision
@@ -47,7 +48,7 @@ def shard_over_data(
     they are. The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after
     this call, on the host if ``offload`` keeps weights, gradients and moments there (``resting_device``).
     ``blocks``: the modules that ZeRO 3 gathers at a time, each with a ``forward``; the default is
-    ``find_blocks``.
+    ``find_blocks``. Those that share a parameter are gathered with the model.
     """
     refuse_foreign(model, "shard_over_data")
     model.__dict__["precision"] = precision
@@ -80,7 +81,7 @@ def shard_over_data(
     for stack in stacks:
         fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
         keep_aside(stack)
-    for block in find_blocks(model) if blocks is None else blocks:
+    for block in unshared_blocks(model, blocks):
         if block not in stacks:
             block.register_forward_hook(_without_views)
             fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
@@ -88,6 +89,7 @@ def shard_over_data(
     # Between the two, a pipeline's stage runs forwards of other micro-batches.
     stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
     fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
+    drop_after_evaluation(model)
     _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model

@@ -1,11 +1,12 @@
 """Tell how the pieces of an activation, or of its gradient, on the tensor ranks relate to the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...parallel_state import shared_units
 from ...system import counted
 from ..layouts import apart, largest
 
@@ -17,8 +18,9 @@ class Placement:
     """Describe how ranks hold a tensor, and how far it is from the whole.
 
     ``kind``: ``whole`` on every rank, ``cut`` into pieces in the ranks' order, ``shared`` (pieces in order
-    that overlap), ``partial`` (the ranks' sum is the whole), or ``differs``. ``relative``: the largest
-    difference over the whole's largest element. ``note``: the mistake that a difference looks like.
+    that overlap), ``partial`` (the ranks' sum is the whole; they may hold such pieces), or ``differs``.
+    ``relative``: the largest difference over the whole's largest element. ``note``: the mistake that a
+    difference looks like.
     """
 
     kind: str
@@ -60,6 +62,8 @@ def place(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float, least: fl
         return Placement("cut", relative)
     if _are_shared(whole, parts, dim, same):
         return Placement("shared", 0.0)
+    if whole.is_floating_point() and any(same(whole, total) for total in _sums_of_shared(whole, parts, dim)):
+        return Placement("partial", 0.0)
     return Placement("differs", relative, _other_order(whole, parts, dim, same))
 
 
@@ -73,6 +77,19 @@ def _are_shared(whole: Tensor, parts: Sequence[Tensor], dim: int, same: _Same) -
             return False
         reached = max(reached, start + length)
     return reached == whole.shape[dim]
+
+
+def _sums_of_shared(whole: Tensor, parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the sums of the parts as pieces that overlap, for each number of units that ranks may share."""
+    size, length = len(parts), parts[0].shape[dim]
+    for units in (units for units in range(1, whole.shape[dim]) if whole.shape[dim] % units == 0):
+        width = whole.shape[dim] // units
+        shares = [shared_units(units, size, rank) for rank in range(size)]
+        if all(len(share) * width == length for share in shares):
+            total = torch.zeros_like(whole)
+            for share, part in zip(shares, parts, strict=True):
+                total.narrow(dim, share.start * width, length).add_(part)
+            yield total
 
 
 def _other_order(whole: Tensor, parts: Sequence[Tensor], dim: int, same: _Same) -> str:

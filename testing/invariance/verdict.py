@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ...parallel_state import Layout
@@ -112,10 +113,18 @@ class Judge:
             if holders and name in self.alone.run.gradients:
                 text = f"the gradient of {name} differs by {relative:.1e}"
                 text += self._although("every activation's is right") + self._wrong_declaration(name, holders)
+                text += self._only_rounding(name)
             else:
                 text = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
             return Fault(module_of(name), "gradient", relative, text)
         return None
+
+    def _only_rounding(self, name: str) -> str:
+        """Return what to do about a gradient that may be zero by its formula, as that of a key's bias is."""
+        sizes = {each: largest(tensor) for each, (_, _, tensor) in self.alone.run.gradients.items()}
+        eps = torch.finfo(self.alone.run.gradients[name][2].dtype).eps
+        rounding = sizes[name] <= eps * max(sizes.values())
+        return ". It is zero but for rounding: a larger tolerance takes it" if rounding else ""
 
     def _wrong_declaration(self, name: str, holders: Sequence[Witnessed]) -> str:
         """Return the mistake of its declaration that a parameter's gradient looks like, or nothing."""

@@ -10,7 +10,7 @@ from support.families import model_of
 from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
-from trilith.checkpoints import Progress, load, load_source, read_source, save
+from trilith.checkpoints import Progress, convert, load, load_source, read_source, save
 from trilith.checkpoints.mirror import LatestOnly
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
@@ -134,6 +134,17 @@ def test_a_parameter_frozen_before_and_trained_now_has_no_moments_to_go_on_with(
     model = two()
     with pytest.raises(BadCheckpoint, match=r"exp_avg\.1\.weight: .* found none: it was frozen"):
         load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_conversion_to_another_dtype_casts_weights_and_no_moments(tmp_path):
+    model = two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    save(tmp_path / "run", model, optimizer, step=1)
+    convert(tmp_path / "run", tmp_path / "cast", to="sharded", dtype="bfloat16")
+    dtypes = {name: tensor.dtype for name, tensor in read_source(tmp_path / "cast").ours.items()}
+    assert dtypes["0.weight"] != dtypes["optimizer.exp_avg.0.weight"], dtypes
+    assert {dtype for name, dtype in dtypes.items() if name.startswith("optimizer.")} == {"F32"}
 
 
 def test_ctrl_c_while_a_thread_starts_leaves_nothing_to_wait_for(tmp_path):

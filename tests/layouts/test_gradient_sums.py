@@ -1,4 +1,4 @@
-"""From ZeRO 2 on gradients are summed at every micro-batch, whichever rank holds which stages."""
+"""From ZeRO 2 on gradients are summed at every micro-batch, whichever rank holds which stages; none twice."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -6,13 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from support.configs import config
+from support.refusals import refusal_of
 from support.short_runs import built
 from trilith.data import Batch
-from trilith.parallel_state import Layout
+from trilith.layers import RMSNorm
+from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.parallel_state.engine.fully_sharded import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
-from trilith.training import Precision, Step, TokenLoss
+from trilith.training import Precision, Step, TokenLoss, shard_over_data
 
 LOOP, SHAPED = {"virtual_stages": 2}, {"virtual_stages": 2, "v_shape": True}
 SCHEDULES = {"1f1b": {}, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
@@ -61,3 +63,33 @@ def test_gradients_are_summed_at_every_micro_batch(name):
         for zero, waiting in enumerate(rank, 1):
             assert (max(waiting) == 0) == (zero >= 2), (zero, waiting)
             assert waiting[-1] == 0, (zero, waiting)
+
+
+def summed_again(layout):
+    """Return what is said of gradients that are summed once more as they are, and after a backward that added
+    to them; those that were set to zero before it are summed.
+    """
+    state, said = ParallelState.start(layout), []
+    model = shard_over_data(RMSNorm(8, state=state), state, Precision())
+    initialize(model, 1, state=state)
+    for between in ("", "add", "zero"):
+        model.zero_grad()
+        for number in range(2):
+            if number == 0 or between:
+                model(torch.ones(2, 3, 8)).sum().backward()
+            if number and between != "zero":
+                said.append(refusal_of(lambda: finalize_gradients(model, state=state)))
+            else:
+                finalize_gradients(model, state=state)
+            if between == "zero":
+                model.zero_grad(set_to_none=False)
+    return said
+
+
+@pytest.mark.parametrize("data", [{}, {"data": 2}, {"data": 2, "zero": 2}], ids=str)
+def test_partial_gradients_are_not_summed_twice(data):
+    layout = Layout.of(tensor=2, sequence=True, **data)
+    for said in run_parallel(summed_again, layout.world, layout):
+        assert len(said) == 2
+        for line in said:
+            assert "gradients: expected those of one step's backwards, summed once, found sums" in line

@@ -127,11 +127,17 @@ SCRIPT = """
 import os
 from trilith.ranks import run_parallel
 
-def pids():
-    return os.getppid(), os.getpid()
+class Pids(tuple):
+    pass
+
+def pids(kind, none):
+    assert none == Pids()
+    return kind((os.getppid(), os.getpid()))
 
 if __name__ == "__main__":
-    print(*run_parallel(pids, 1)[0], flush=True)
+    (found,) = run_parallel(pids, 1, Pids, Pids())
+    assert type(found) is Pids
+    print(*found, flush=True)
 """
 
 
@@ -150,7 +156,7 @@ def call_for_ever(place):
     run_parallel(announce_and_hang, 1, place, os.getpid())
 
 
-def test_a_script_leaves_no_process_behind(tmp_path):
+def test_a_script_sends_its_own_classes_and_leaves_no_process_behind(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)

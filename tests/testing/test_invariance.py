@@ -32,6 +32,9 @@ from trilith.parallel_state import (
 )
 from trilith.testing import LayoutVariance, assert_layout_invariant
 from trilith.testing.invariance.relation import place
+from trilith.testing.invariance.run import Witnessed
+from trilith.testing.invariance.verdict import Judge
+from trilith.testing.layouts import Observation, as_pieces
 from trilith.training import FunctionLoss
 
 D, HIDDEN = 8, 16
@@ -114,8 +117,33 @@ class Scaled(nn.Module):
         return self.hand(x * local(self.scale))
 
 
+class Repeated(nn.Module):
+    """Call one block twice, and between another one that has a layer of it."""
+
+    def __init__(self, *, state):
+        super().__init__()
+        blocks = [
+            nn.Sequential(
+                ColumnParallelLinear(D, HIDDEN, state=state), nn.Tanh(),
+                RowParallelLinear(HIDDEN, D, state=state),
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        blocks[1][0] = blocks[0][0]
+        self.blocks = nn.ModuleList([*blocks, blocks[0]])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 def loss(y, samples):
     return (y - samples["wanted"]).square().sum(), y.numel()
+
+
+def numbers(samples):
+    return samples["wanted"].numel()
 
 
 def test_what_is_right_is_right_in_every_layout():
@@ -128,6 +156,7 @@ def test_what_is_right_is_right_in_every_layout():
         assert one.weights < 1e-10
     assert_layout_invariant(Net, BATCH, layouts=[TENSOR], checkpoint=False)  # weighed at random
     assert_layout_invariant(Scaled, BATCH, layouts=[TENSOR], steps=1, checkpoint=False)
+    assert_layout_invariant(Repeated, BATCH, layouts=layouts[2:], loss=loss, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +198,8 @@ class Mixture(nn.Module):
 def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives():
     layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(context=2, expert=2)]
     batch, cut = {name: x[:, :4] for name, x in BATCH.items()}, {"x": 1, "wanted": 1}
-    assert_layout_invariant(Mixture, batch, layouts=layouts, loss=FunctionLoss(loss, sequence=cut), steps=2)
+    counted = FunctionLoss(loss, count=numbers, sequence=cut)
+    assert_layout_invariant(Mixture, batch, layouts=layouts, loss=counted, steps=2)
     with pytest.raises(LayoutVariance) as caught:
         assert_layout_invariant(partial(Mixture, True), BATCH, layouts=layouts[:1], loss=loss, steps=1)
     assert (caught.value.fault.phase, caught.value.fault.module) == ("forward", "")
@@ -220,6 +250,17 @@ def test_what_other_processes_cannot_find_and_what_the_module_refuses_is_refused
         assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_said_to_be():
+    def seen(rounding):
+        gradients = {"weight": torch.ones(1).double(), "bias": torch.tensor([rounding]).double()}
+        declared = {name: Declaration((1,)) for name in gradients}
+        return Witnessed(declared, {}, run=Observation([1.0], gradients=as_pieces(gradients)))
+
+    for rounding, says in ((1e-17, True), (1e-9, False)):
+        fault = Judge(Layout(), seen(rounding), [seen(3 * rounding)], 1e-10).verdict()
+        assert ("zero but for rounding: a larger tolerance takes it" in fault.message) == says
+
+
 def test_pieces_are_told_from_parts_and_from_the_whole():
     whole = torch.arange(12.0).view(2, 6)
     a, b = whole.chunk(2, dim=1)
@@ -231,6 +272,8 @@ def test_pieces_are_told_from_parts_and_from_the_whole():
     assert kind(a, b) == "cut"
     assert kind(whole * 0.25, whole * 0.75) == "partial"
     assert kind(whole[:, :4], whole[:, 2:]) == "shared"
+    weights = torch.tensor([1, 1, 0.25, 0.25]), torch.tensor([0.75, 0.75, 1, 1])
+    assert kind(whole[:, :4] * weights[0], whole[:, 2:] * weights[1]) == "partial"
     assert kind(F.pad(whole, (0, 2))[:, :4], F.pad(whole, (0, 2))[:, 4:]) == "cut"  # padding is not looked at
     assert kind(whole, whole + 1) == "differs"
     assert "rank 0 holds piece 1, rank 1 holds piece 0" in place(whole, [b, a], tolerance=1e-6).note

@@ -28,6 +28,7 @@ from trilith.layers import (
     TopKRouter,
     VocabParallelEmbedding,
     VocabParallelHead,
+    find_blocks,
 )
 from trilith.parallel_state import (
     Layout,
@@ -40,7 +41,6 @@ from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, Step, shard_over_data
-from trilith.training.zero_on_fsdp import find_blocks
 
 LAYERS = {
     "column": lambda s: ColumnParallelLinear(6, 12, state=s),

@@ -1,4 +1,4 @@
-"""Without ZeRO a gradient is copied once, and summed over the data ranks while backward goes on."""
+"""FSDP without ZeRO: a gradient is copied once, and summed over the data ranks while backward goes on."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
 from support.families import model_of
 from torch import Tensor
+from trilith.checkpoints import load, save
 from trilith.layers import GatedMLP
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.parallel_state.engine.fully_sharded import ReplicaSums
@@ -139,3 +140,32 @@ def several_backwards(together):
 def test_the_gradients_of_several_backwards_add_up():
     for one, other in zip(*(run_parallel(several_backwards, 2, how) for how in (True, False)), strict=True):
         assert all(map(torch.equal, one, other)) and len(one) == len(other)
+
+
+def evaluations_around_an_update(root, zero):
+    """Return the sums of logits of this rank's rows before and after an update, and of a model that reads its
+    checkpoint: each without a gradient, the first between a backward and its update.
+    """
+    state = ParallelState.start(Layout.of(data=2, zero=zero))
+    model, other = (made(state, Precision(), frozen=False) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluated(model):
+        with torch.no_grad():
+            return float(model(torch.arange(8).view(1, 8)).square().sum())
+
+    backward(model, 0)
+    sums = [evaluated(model)]
+    optimizer.step()
+    sums.append(evaluated(model))
+    save(root, model, optimizer, state=state)
+    evaluated(other)
+    load(root, other, state=state)
+    return [*sums, evaluated(other)]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_an_update_and_a_load_reach_the_forward_after_an_evaluation(zero, tmp_path):
+    """The weights that an evaluation gathers are dropped: no backward comes that would drop them."""
+    for before, after, read in run_parallel(evaluations_around_an_update, 2, str(tmp_path / "run"), zero):
+        assert before != after == read
