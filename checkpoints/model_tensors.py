@@ -5,7 +5,7 @@ It is the same for a folder of Hugging Face and for a checkpoint of another proj
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from .optimizer_state import moment_name
 from .user_module_family import Described
 
 Shape = tuple[int, ...]
+#: Constants that earlier versions of transformers kept in files, of any model.
+_CONSTANTS = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias)")
 #: The stored pieces that make each tensor of Hugging Face.
 Names = dict[str, list[Piece[str]]]
 
@@ -99,7 +101,9 @@ def model_tensors(
     ignored = _ignored_names(described, absent)
     ignored += [] if table is None else map(re.compile, table.ignored)
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
-    extra = [name for name, rest in others.items() if not any(each.fullmatch(rest) for each in ignored)]
+    rests = {rest for rest in others.values() if not any(pattern.fullmatch(rest) for pattern in ignored)}
+    unknown = rests - family.left_out(described.config, rests)
+    extra = [name for name, rest in others.items() if rest in unknown]
     _check_names(where, names, extra, described, can_ignore=table is not None)
     stated = described.declarations()[0] if family.adopted else {}  # the zoo has no integers
     dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
@@ -147,22 +151,12 @@ def _place(tensor: LazyTensor) -> Path:
 
 
 def _ignored_names(described: Described, absent: str) -> list[re.Pattern[str]]:
-    """Return patterns of tensors that may exist and are not read: old buffers, blocks after the last one.
+    """Return patterns of old buffers that files may have, which are not read.
 
     ``absent``: a prefix that the stored names lack.
     """
     old = (re.escape(template.removeprefix(absent)) for template in described.family.ignorable)
-    numbered = [pattern.replace(re.escape("{i}"), r"\d+") for pattern in old]
-    further = [re.escape(prefix) + ".+" for prefix in further_prefixes(described)]
-    return [re.compile(pattern) for pattern in (*numbered, *further)]
-
-
-def further_prefixes(described: Described) -> Iterator[str]:
-    """Yield how the names of blocks begin that predict further tokens and are not read."""
-    if further := described.family.further:
-        blocks = described.config.num_hidden_layers
-        for number in range(blocks, blocks + described.config.further_blocks):
-            yield further.format(i=number)
+    return [_CONSTANTS, *(re.compile(pattern.replace(re.escape("{i}"), r"\d+")) for pattern in old)]
 
 
 def _check_names(

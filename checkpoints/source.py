@@ -31,7 +31,7 @@ from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .model_tensors import Repeated, further_prefixes, hf_shapes, model_moments, model_tensors
+from .model_tensors import Repeated, hf_shapes, model_moments, model_tensors
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
@@ -226,16 +226,19 @@ def _hugging_face(
     folder = HFFolder(path, allow_symlinks=links)
     folder.config = implemented_by(folder.config, by) | ({"mtp": True} if mtp else {})
     described, stored = module or Described.of(folder.config, path / CONFIG), folder.catalog
-    catalog, repeated, _ = model_tensors(path, stored, described)
+    catalog, repeated, names = model_tensors(path, stored, described)
     for pair in repeated if compare else ():
         pair.check(path)
     again = Catalog({pair.again.name: pair.again for pair in repeated})
     files = [*Catalog(catalog | again).stored_keys]
-    further = tuple(further_prefixes(described))
-    unread = [name for name in stored if further and name.startswith(further)]
+    used = {piece.stored for pieces in names.values() for piece in pieces}
+    unread = sorted(described.family.left_out(described.config, stored.keys() - used))
+    of_blocks, page = " of blocks that predict further tokens", " (docs/experts.md: multi-token prediction)"
+    if described.family.adopted:
+        of_blocks = page = ""
     warnings = [
-        f"{path}: not read, as by transformers: {counted(len(unread), 'tensor')} of blocks that predict "
-        f"further tokens, such as {unread[0]} (docs/experts.md: multi-token prediction)"
+        f"{path}: not read, as by transformers: {counted(len(unread), 'tensor')}{of_blocks}, "
+        f"such as {unread[0]}{page}"
     ] if unread else []  # fmt: skip
     return Source(
         path, folder.config, folder.companions, files, catalog, None, warnings,

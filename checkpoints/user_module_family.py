@@ -116,10 +116,13 @@ class ModuleFamily:
     module: StoredModule
     # What a family may say of Hugging Face's folders; a table of names says all.
     ignorable: ClassVar[tuple[str, ...]] = ()
-    further: ClassVar[str] = ""
     tied_head: ClassVar[str] = ""
     optional_prefix: ClassVar[str] = ""
     adopted: ClassVar[bool] = False
+
+    def left_out(self, config: object, names: Collection[str]) -> set[str]:
+        """Return the names of a folder's tensors that are not read: none."""
+        return set()
 
     def declarations(
         self, config: object, layout: Layout | None = None, *, split: Sequence[int] | None = None

@@ -134,5 +134,4 @@ FALCON = Family(
     FalconConfig,
     decoder(FalconBlock, make_norm=layer_norm),
     NAMES,
-    ignorable=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),
 )

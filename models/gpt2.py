@@ -118,6 +118,6 @@ GPT2_FAMILY = Family(
     GPT2Config,
     GPT2,
     NAMES,
-    ignorable=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
+    ignorable=("transformer.h.{i}.attn.bias",),
     optional_prefix="transformer.",
 )

@@ -74,9 +74,7 @@ GPT_NEOX = Family(
     GPTNeoXConfig,
     decoder(GPTNeoXBlock, make_norm=layer_norm, embedding_dropout="hidden_dropout"),
     NAMES,
-    ignorable=tuple(
-        f"gpt_neox.layers.{{i}}.attention.{leaf}" for leaf in ("bias", "masked_bias", "rotary_emb.inv_freq")
-    ),
+    ignorable=("gpt_neox.layers.{i}.attention.bias",),
     tied_head="embed_out.weight",
 )
 
@@ -154,5 +152,5 @@ GPTJ_FAMILY = Family(
     GPTJConfig,
     decoder(GPTJBlock, make_norm=layer_norm, embedding_dropout="embd_pdrop", biased_head=True),
     GPTJ_NAMES,
-    ignorable=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
+    ignorable=("transformer.h.{i}.attn.bias",),
 )

@@ -229,7 +229,6 @@ LLAMA = Family(
     LlamaConfig,
     Llama,
     LLAMA_NAMES,
-    ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
 )
 
 

@@ -169,9 +169,15 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     run = token_hex(8)  # the name of no other start
     # The ranks meet at a store of this process, which outlives each of them.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    asked = set[int]()
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.add(number)
+        _send(ranks, number)
+
     with tempfile.TemporaryFile("w+") as log:
         ranks = _start(arguments, world, run, store.port, stdin=lock, stderr=log)
-        with handled_signals(lambda number, frame: _send(ranks, number)):
+        with handled_signals(pass_on):
             killed = "".join(f"; {each}" for each in _wait(ranks, status, run))
         codes = [rank.returncode for rank in ranks]
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
@@ -182,6 +188,11 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
             kind = "stopped" if failed.code == PREEMPTED else "error"
             sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}{killed}\n")
             return int(failed.code or 1)
+        if signal.SIGTERM in asked and -signal.SIGTERM in codes:
+            sys.stderr.write(
+                "stopped: asked to stop before the ranks had begun: the same command begins again\n"
+            )
+            return PREEMPTED
         dead = blame(status, world, but=-1, run=run, wait=0.0)
         if not (dead and ended):  # not one came far enough to say why
             log.seek(0)

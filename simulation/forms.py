@@ -65,10 +65,10 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any) -> Any:
     with nullcontext() if fakes is None else fakes:
-        if facts_of(func).name == "aten::_grouped_mm" and args[0].dtype == torch.float32:
-            # Its kernels take fp32 too, its form without numbers does not.
+        if facts_of(func).name == "aten::_grouped_mm" and (dtype := args[0].dtype) != torch.bfloat16:
+            # Its form without numbers knows no other dtype. In fp64 a run takes another operator.
             halves = (matrices.to(torch.bfloat16) for matrices in args[:2])
-            return func(*halves, *args[2:], **kwargs).to(torch.float32)
+            return func(*halves, *args[2:], **kwargs).to(dtype)
         return func(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Define what a family offers to other rooms: its config, its model, and its table of Hugging Face names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +35,7 @@ class Family:
     config: type[ModelConfig]
     model: type[CausalLM]
     rules: Sequence[Rule]
-    #: HF tensors that may exist and are not parameters (buffers of old versions): patterns with ``{i}``.
+    #: HF tensors of old files that are not parameters (masks), beside those of any family: with ``{i}``.
     ignorable: tuple[str, ...] = ()
     #: Prefix of Hugging Face names, with ``{i}``, in the blocks that a config counts as ``further_blocks``
     #: (such as GLM-4.5's multi-token prediction); their tensors are not read.
@@ -111,6 +111,14 @@ class Family:
     def links_of_all(self, config: ModelConfig) -> Sequence[Link]:
         """Return the links of every tensor that the built model holds."""
         return self.links(config)[0]
+
+    def left_out(self, config: ModelConfig, names: Collection[str]) -> set[str]:
+        """Return those of these names of no parameter in files that transformers does not read either: of
+        blocks that predict further tokens.
+        """
+        first, count = config.num_hidden_layers, config.further_blocks if self.further else 0
+        prefixes = tuple(self.further.format(i=number) for number in range(first, first + count))
+        return {name for name in names if name.startswith(prefixes)}
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """Return a config.json for a model that did not come from Hugging Face."""

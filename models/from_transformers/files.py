@@ -5,8 +5,9 @@ tensors without memory. What a view shows of a tensor follows from its strides, 
 noted. An operation that keeps no boxes refuses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,14 +95,19 @@ def held_links(family: Family, config: ModelConfig) -> list[Link]:
     return links
 
 
+def _theirs(config: AdoptedConfig) -> Any:
+    """Return transformers' model without memory, as it reads and writes files."""
+    with making(torch.bfloat16, "cpu"):
+        return on_meta(config, ours=False)
+
+
 @lru_cache(maxsize=16)
 def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """Return the links to the tensors of files, the embedding's first, and the shapes of these tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     kind, ours, tracer, links = family.model_type, held_links(family, config), Tracer(), list[Link]()
-    with making(torch.bfloat16, "cpu"):
-        model = on_meta(config, ours=False)
+    model = _theirs(config)
     with torch.device("meta"):
         traced = {name: torch.empty(shape) for name, shape in shapes_of(ours).items()}
     for link in ours:
@@ -121,3 +127,14 @@ def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[
     first = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     links.sort(key=lambda link: link.ours != first)
     return links, shapes_of(links)
+
+
+def left_out(config: AdoptedConfig, names: Collection[str]) -> set[str]:
+    """Return those of these names of no parameter in files that transformers does not read: buffers, as in
+    files of earlier versions, and what the class lists, such as blocks that predict further tokens.
+    """
+    model, info = _theirs(config), SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    with in_one_line(config.model_type, "files", expected="a class that says what it does not read"):
+        model._adjust_missing_and_unexpected_keys(info)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name for name in names if name in buffers or name not in info.unexpected_keys}

@@ -3,7 +3,7 @@ all of it follows from transformers' config.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,7 @@ from ..base.hugging_face_names import Link
 from .attention import carrier, of_whole_rows
 from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, refusals
 from .cut import Cutter
-from .files import file_links
+from .files import file_links, left_out
 from .layers import StageEnd, StandIn, around_blocks, without_sequence
 from .probe import on_meta, probed
 
@@ -207,6 +207,11 @@ class TransformersFamily(Family):
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
         return file_links(self, config)
+
+    def left_out(self, config: ModelConfig, names: Collection[str]) -> set[str]:
+        """Return those of these names of no parameter in files that transformers does not read either."""
+        assert isinstance(config, AdoptedConfig)
+        return left_out(config, names) if names else set()
 
 
 @lru_cache

@@ -76,7 +76,8 @@ def with_router_biases(kind, dtype):
         stated = json.loads((folder / "float32" / "config.json").read_text()) | {"dtype": "bfloat16"}
         (folder / "bfloat16" / "config.json").write_text(json.dumps(stated))
         further = f"model.layers.{FAMILIES[kind]['num_hidden_layers']}."
-        edit(folder / "float32", {f"{further}{name}": torch.ones(8) for name in ("eh_proj.weight", "x")})
+        unread = (f"{further}eh_proj.weight", f"{further}x", "model.layers.0.self_attn.rotary_emb.inv_freq")
+        edit(folder / "float32", {name: torch.ones(8) for name in unread})
         return Source(folder / dtype, wanted, config=stated)
 
     return write

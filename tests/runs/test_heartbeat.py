@@ -320,6 +320,16 @@ def test_a_process_that_hangs_behind_the_good_end_of_all_ranks_is_killed(tmp_pat
     watchdog.cancel()
 
 
+def test_a_stop_before_the_ranks_have_begun_is_no_failure_of_theirs(tmp_path, capsys):
+    def start(*arguments, **_):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+
+    with mock.patch.object(launch, "_start", start):
+        assert launch.launch([], 2, tmp_path / "status") == PREEMPTED
+    assert "stopped: asked to stop before the ranks had begun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("gone", "code"), [(False, 0), (True, -signal.SIGTERM)])
 def test_a_rank_whose_launcher_is_gone_before_it_looks_ends(gone, code):
     command = "from trilith.system.process_info import end_with_parent; end_with_parent()"

@@ -204,6 +204,11 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
               "found a checkpoint of DeepSpeed's.*zero_to_fp32",
               given=empty("runs/global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", *beside))
       for beside in NO_WEIGHTS),
+    # Its model states have the names of a checkpoint's, and no zero_to_fp32.py.
+    *(Refused(f"{named} of DeepSpeed's universal", converted_alone(named),
+              "found a universal checkpoint of DeepSpeed's.*beside the checkpoint that it was made of",
+              given=empty("u/mp_rank_00_model_states.pt", "u/zero/model.norm.weight/fp32.pt"))
+      for named in ("u", "u/zero")),
     *(Refused(f"a folder around one{beside}", converted_alone("runs"),
               "found a folder around one. Name runs/iter-10",
               given=empty("runs/iter-9/.metadata", "runs/iter-10/.metadata", *beside))
