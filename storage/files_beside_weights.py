@@ -1,4 +1,4 @@
-"""Find and copy the small files that go along with the weights: tokenizer, generation config, chat template.
+"""Find and copy the small files beside the weights: tokenizer, generation config, chat template, processor.
 
 They are known by name. Whatever else lies in a folder stays there, so no pickle, no code and no file of the
 system that somebody linked to comes into a checkpoint.
@@ -21,8 +21,12 @@ DECIDE_IDS = (*VOCABULARIES, "merges.txt", "added_tokens.json")
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _OTHERS = ("special_tokens_map.json", "vocab.txt")
+#: What transformers' processors of images, videos and sound read.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 #: Every file that travels along.
-COMPANIONS = tuple(sorted({*DECIDE_IDS, *CHAT_TEMPLATES, GENERATION_CONFIG, TOKENIZER_CONFIG, *_OTHERS}))
+COMPANIONS = tuple(
+    sorted({*DECIDE_IDS, *CHAT_TEMPLATES, GENERATION_CONFIG, TOKENIZER_CONFIG, *_OTHERS, *_PROCESSORS})
+)
 _MOST_BYTES = 512 << 20
 
 
