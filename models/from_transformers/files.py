@@ -95,8 +95,9 @@ def held_links(family: Family, config: ModelConfig) -> list[Link]:
     return links
 
 
+@lru_cache(maxsize=4)
 def _theirs(config: AdoptedConfig) -> Any:
-    """Return transformers' model without memory, as it reads and writes files."""
+    """Return transformers' model without memory, as it reads and writes files. It is shared."""
     with making(torch.bfloat16, "cpu"):
         return on_meta(config, ours=False)
 
