@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -21,6 +22,8 @@ _NAME = re.compile(rf"(?:{_OURS}|{_NCCL})([0-9]+)(?:\.json)?")
 _MOST_BYTES = 64 << 20
 #: Calls of each group that a rank writes, and ranks that read each other's records when they fail.
 _NEWEST, _MOST_RANKS = 50, 64
+#: Seconds in which torch's thread notes that a collective has ended whose caller already goes on.
+_NOTED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ def keeping_nccl_record(folder: Path) -> AbstractContextManager[None]:
 
 def write_record(folder: Path, rank: int) -> None:
     """Write what torch has recorded on this rank; a full disk must not hide what went wrong."""
+    time.sleep(_NOTED)
     with suppress(OSError, RuntimeError, ValueError):
         records = {name: _newest(json.loads(text)) for name, text in recorded_collectives().items()}
         path = folder / f"{_OURS}{rank}.json"
