@@ -56,12 +56,11 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # the least number is that of one rank, the default
-            number, least = getattr(self, field.name), cast(int, field.default)
-            switch = isinstance(least, bool)
+        for name, least in _LEAST.items():
+            number, switch = getattr(self, name), isinstance(least, bool)
             if not isinstance(number, int) or isinstance(number, bool) != switch or number < least:
                 expected = "true or false" if switch else f"a whole number from {least} up"
-                refuse_layout(field.name, expected, literal(number))
+                refuse_layout(name, expected, literal(number))
         if self.zero > 3:
             refuse_layout("zero", "0, 1, 2 or 3", self.zero)
         if self.zero == 0 and self.data_shard > 1:
@@ -230,3 +229,7 @@ class Layout:
             if values[field.name] != field.default
         ]
         return ", ".join(words) or "one rank"
+
+
+#: The least of each number, which is that of one rank, the default.
+_LEAST = {field.name: cast(int, field.default) for field in fields(Layout)}

@@ -43,6 +43,8 @@ class RankWalk:
         runs = [stage.runs for stage in self.stages]
         self.buffers = [*map(self.gradients.buffer, self.here, runs)]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
+        #: Of a module that is not the zoo's it is not known when its gradients appear.
+        self.in_blocks = all(stage.blocks for stage in stages)
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = parameters.most("recut") * self.made
         self.gathered = gathered_bytes(work, parameters, self.zero)
@@ -54,6 +56,7 @@ class RankWalk:
     def walk(self, number: int) -> None:
         """Walk through the actions at which a pipeline rank holds most, and through its last backwards."""
         work, self.here, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
+        self.rest_of_root = self.gradients.of_root((), self.here)
         whole, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
         message = work.between_blocks if self.cut else 0
         step = HeldInStep(work.schedule, work.layout, work.micro_batches, number, whole, halfway, message)
@@ -105,21 +108,23 @@ class RankWalk:
         """Begin an action; return the bytes of gradients that are not there yet. What the rank holds counts
         as 0 until the action has ended.
         """
-        # Of a module that is not the zoo's it is not known when its gradients appear.
-        self.absent = instant.absent if all(stage.stage.blocks for stage in self.stages) else ()
+        self.absent = instant.absent if self.in_blocks else ()
         self.resident = self.now = self.dropped = self.missing = 0.0
-        gradients = self.gradients
-        left = [other for other in self.absent if other != place]
-        root = gradients.of_root(self.absent, self.here)
+        gradients, root, few = self.gradients, self.rest_of_root, self.work.micro_batches == 2
         #: What lasts of the gradients that the backward of this stage makes, and none before it.
-        self.of_root = root - gradients.of_root(left, self.here)
+        self.of_root = 0.0
         # In the last backward of a stage.
         self.summed = instant.summed
-        first = len(self.absent) == len(self.stages)
-        buffers = [each for number, each in enumerate(self.buffers) if number not in self.absent]
+        buffers = self.buffers
+        if self.absent:
+            root = gradients.of_root(self.absent, self.here)
+            left = [other for other in self.absent if other != place]
+            self.of_root = root - gradients.of_root(left, self.here)
+            buffers = [each for number, each in enumerate(buffers) if number not in self.absent]
         self.before = self.left = max(buffers, default=0.0) * (self.work.micro_batches > 1)
         # The first sum is the gradient itself; of two micro-batches another end's second one may come before.
-        few = self.work.micro_batches == 2 and not (self.parameters.ends and place in self.absent)
+        few = few and not (self.parameters.ends and place in self.absent)
+        first = len(self.absent) == len(self.stages)
         self.last_sum = 0.0 if first or few else gradients.last_sum
         not_yet = sum(gradients.lasts(gradients.stages[place]) for place in self.absent)
         return root + not_yet + sum(gradients.given_back(gradients.stages[place]) for place in instant.summed)

@@ -187,14 +187,20 @@ class Evaluator:
             self._model(layout.block_cut),
             work,
             self.request.machine,
-            timer=self._stage_timer(_plain(layout, 1), compiled),
+            timer=self._stage_timer(layout.block_cut, layout.world, compiled),
             parameters=lambda rank: self._parameters(layout, rank),
             costs=lambda rank: self._costs(plain, choice.micro_batch, work.loss_chunk, rank),
             alike=lambda: self._alike(plain),
         )
 
     @remembered
-    def _stage_timer(self, layout: Layout, compiled: bool) -> StageTimer:
+    def _stage_timer(self, cut: tuple[int, int, int, bool, bool], world: int, compiled: bool) -> StageTimer:
+        """Return what times the stages of layouts of so many ranks that cut a block so."""
+        tensor, context, expert, sequence, ring = cut
+        data = world // (tensor * context)
+        layout = Layout(
+            tensor=tensor, context=context, data_replicate=data, expert=expert, sequence=sequence, ring=ring
+        )
         return StageTimer(self.work(Choice(layout)), self.request.machine, compiled=compiled)
 
     @remembered
@@ -263,7 +269,7 @@ class Evaluator:
         return recipe.model_copy(update={"layout_section": section, **parts})
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2**14)
 def _plain(layout: Layout, pipeline: int = 0) -> Layout:
     """Return the layout with data ranks that share nothing; ``pipeline``: with so many pipeline ranks of one
     stage each.

@@ -90,7 +90,7 @@ class StepTimer:
         """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
         micro-batch, from ZeRO 2 on.
         """
-        seconds, around = StageSeconds().include(alone), self.data_ranks.around
+        seconds, around = StageSeconds(alone), self.data_ranks.around
         for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
             group, beside = parameters.group(alike.number), self.timer.block(*alike[2:]).computed
             seconds.add("data", alike.blocks, **around(group, *beside, reached=alike.reached))
