@@ -46,13 +46,16 @@ class GradientSums:
 
     def finalize(self, *, reduce: torch.dtype | None = None) -> None:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
-        state = self.state
+        state, summed = self.state, list[Tensor]()
         if state.tensor.size > 1:
             partial = [weight for _, weight, stated in self._all if "tensor" in stated.partial]
-            _sum_together(partial, state.tensor.group, reduce, self._added)
+            summed += _sum_together(partial, state.tensor.group, reduce, self._added)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
             tied = [weight for _, weight, stated in self._all if stated.ends]
-            _sum_together(tied, state.ends.group, reduce, self._added)
+            summed += _sum_together(tied, state.ends.group, reduce, self._added)
+        _SUMMED.update(
+            (gradient, gradient._version) for gradient in summed
+        )  # once: a gradient may be in both
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -108,14 +111,15 @@ def divide_gradients(model: nn.Module, by: Tensor) -> None:
 
 def _sum_together(
     parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, reduce: torch.dtype | None, added: int
-) -> None:
-    """All-reduce the gradients of many small parameters as one tensor, for each dtype.
+) -> list[Tensor]:
+    """All-reduce the gradients of many small parameters as one tensor, for each dtype, and return them.
 
     A trained parameter without a gradient counts as zeros, so that all ranks send the same number of bytes;
     it gets the sum if another rank has a gradient, be it zero. These zeros are negative ones: a sum is
     negative zero in all its elements only if no rank has a gradient.
     """
     trained = [weight for weight in parameters if weight.requires_grad or weight.grad is not None]
+    sums = list[Tensor]()
     for dtype in sorted({weight.dtype for weight in trained}, key=str):
         same = [weight for weight in trained if weight.dtype == dtype]
         gradients = [torch.full_like(weight, -0.0) if weight.grad is None else weight.grad for weight in same]
@@ -123,27 +127,29 @@ def _sum_together(
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
-        _refuse_summed_twice(gradients, parts, added)
+        _refuse_summed_twice(gradients, grads, added)
         summed = [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)]
         foreach_copy_(grads, summed)
         for parameter, gradient, part in zip(same, gradients, parts, strict=True):
             # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
             if parameter.grad is None and bool(part.any() | ~part.signbit().all()):
                 parameter.grad = gradient
-        _SUMMED.update((gradient, gradient._version) for gradient in gradients)
+        sums += gradients
+    return sums
 
 
 #: The gradients that are sums, each with its version then.
 _SUMMED: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
-def _refuse_summed_twice(gradients: Iterable[Tensor], sums: Iterable[Tensor], added: int) -> None:
+def _refuse_summed_twice(gradients: Iterable[Tensor], here: Iterable[Tensor], added: int) -> None:
     """Refuse sums of what was summed before, alike on all ranks: a gradient that is the same tensor as then,
     changed at most as often as by a backward that ``added`` to it; what sets it to zero is a change more.
+    ``here``: this rank's part of each.
     """
-    for gradient, total in zip(gradients, sums, strict=True):
-        # The host waits for the device only here: zeros alone may be summed again.
-        if gradient._version <= _SUMMED.get(gradient, -2) + added and bool(total.any()):
+    for gradient, part in zip(gradients, here, strict=True):
+        # The host waits for the device only here: zeros may be summed again, of what this rank did not use.
+        if gradient._version <= _SUMMED.get(gradient, -2) + added and bool(part.any()):
             raise BadInput(
                 "finalize_gradients", "gradients", expected="those of one step's backwards, summed once",
                 found="sums, which would be summed a second time",

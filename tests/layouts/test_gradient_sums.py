@@ -10,7 +10,7 @@ from support.refusals import refusal_of
 from support.short_runs import built
 from trilith.data import Batch
 from trilith.layers import RMSNorm
-from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
+from trilith.parallel_state import Layout, ParallelState, declare, finalize_gradients, initialize
 from trilith.parallel_state.engine.fully_sharded import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
@@ -93,3 +93,26 @@ def test_partial_gradients_are_not_summed_twice(data):
         assert len(said) == 2
         for line in said:
             assert "gradients: expected those of one step's backwards, summed once, found sums" in line
+
+
+def summed_in_each_step(layout):
+    """Return the sums of two steps with gradients that are set to zero in between, of which only the first
+    tensor rank computes one: over the tensor ranks, and as a tied one over the ends of the pipeline.
+    """
+    state, sums = ParallelState.start(layout), []
+    model = torch.nn.LayerNorm(2, bias=False)
+    declare(model, "weight", partial=("tensor",), ends=True, state=state)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        if state.tensor.index == 0:
+            (model.weight * 3).sum().backward()
+        finalize_gradients(model, state=state)
+        sums.append(model.weight.grad.tolist())
+    return sums
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_partial_gradients_are_summed_in_each_step(pipeline):
+    layout = Layout.of(tensor=2, sequence=True, pipeline=pipeline)
+    for sums in run_parallel(summed_in_each_step, layout.world, layout):
+        assert sums == [[3.0 * pipeline] * 2] * 2
