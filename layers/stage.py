@@ -108,12 +108,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def unshared_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> list[nn.Module]:
     """Return those of the blocks (default: ``find_blocks``) that share no parameter with what is beside them.
 
-    FSDP can gather these by themselves; a parameter of several blocks it must gather with the model.
+    FSDP can gather these by themselves; a parameter of several blocks it must gather with the model. A block
+    may hold others, whose parameters are theirs alone.
     """
     blocks = find_blocks(model) if blocks is None else [*blocks]
-    holders = Counter(parameter for block in blocks for parameter in {*block.parameters()})
+    own = {block: _parameters_beside(block, {*blocks} - {block}) for block in blocks}
+    holders = Counter(parameter for parameters in own.values() for parameter in parameters)
     holders.update(_parameters_beside(model, {*blocks}))
-    return [block for block in blocks if all(holders[parameter] == 1 for parameter in block.parameters())]
+    return [block for block in blocks if all(holders[parameter] == 1 for parameter in own[block])]
 
 
 def _parameters_beside(module: nn.Module, blocks: Container[nn.Module]) -> set[nn.Parameter]:

@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trilith.layers import Stage, split_blocks
+from torch import nn
+from trilith.layers import Stage, split_blocks, unshared_blocks
 from trilith.parallel_state import BadInput, Layout, ParallelState
 
 
@@ -64,3 +65,13 @@ def test_an_uneven_number_of_blocks_is_split_as_stated(layers, stages, counts):
 def test_a_split_by_hand_is_kept():
     state = ParallelState.stand_in(Layout.of(pipeline=3), 1)
     assert Stage.of(6, split=(1, 2, 3), state=state) == Stage((1, 2), first=False, last=False, number=1)
+
+
+def test_a_block_may_hold_others_and_what_it_shares_is_gathered_with_the_model():
+    inner, outer = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    outer.append(inner)
+    model = nn.Sequential(outer, nn.Linear(2, 2), nn.Linear(2, 2))
+    assert unshared_blocks(model, [inner, outer]) == [inner, outer]
+    model[1].weight = outer[0].weight
+    assert unshared_blocks(model, [inner, outer]) == [inner]
+    assert unshared_blocks(model) == [model[2]]
