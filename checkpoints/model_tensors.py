@@ -7,11 +7,12 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from ..parallel_state import BadInput, Piece, require
+from ..parallel_state import BadInput, Box, Piece, require
 from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
 from ..storage.dtypes import WEIGHTS, name_of
 from .foreign.rules import Table
@@ -59,15 +60,28 @@ def hf_shapes(described: Described) -> dict[str, Shape]:
 
 
 def _own_names(stored: Catalog, described: Described, absent: str) -> Names:
-    """Return the names of a folder of Hugging Face, which lack the prefix ``absent``."""
-    names: Names = {}
-    for name, shape in hf_shapes(described).items():
-        if (tensor := stored.get(name.removeprefix(absent))) is None:
-            continue
-        if tensor.shape != shape:
+    """Return the names of a folder of Hugging Face, which lack the prefix ``absent``.
+
+    A tensor that is not there may be under the names of transformers' modules.
+    """
+    names: Names = {
+        name: [Piece.plain(Box.whole(shape), name.removeprefix(absent))]
+        for name, shape in hf_shapes(described).items()
+    }
+    missing = {name for name in described.links()[1] if names[name][0].stored not in stored}
+    others = described.family.module_pieces(described.config) if missing else {}
+    for name, pieces in others.items():
+        if name in missing and all(p.stored in stored and p.stored not in names for p in pieces):
+            names[name] = pieces
+    names = {name: pieces for name, pieces in names.items() if all(p.stored in stored for p in pieces)}
+    shapes: dict[str, Shape] = {}
+    for piece in chain(*names.values()):
+        stop = piece.hull.stop
+        shapes[piece.stored] = tuple(map(max, shapes.get(piece.stored, stop), stop))
+    for name, shape in shapes.items():
+        if (tensor := stored[name]).shape != shape:
             todo = "The config and the weights are not of one model"
             raise BadInput(_place(tensor), name, expected=[*shape], found=[*tensor.shape], todo=todo)
-        names[name] = [Piece.plain(tensor.box, tensor.name)]
     return names
 
 
@@ -107,8 +121,8 @@ def model_tensors(
     _check_names(where, names, extra, described, can_ignore=table is not None)
     stated = described.declarations()[0] if family.adopted else {}  # the zoo has no integers
     dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
-    for name in used:
-        integer = dtypes.get(name.removeprefix(prefix)) == torch.int64
+    for hf, name in ((hf, piece.stored) for hf, pieces in names.items() for piece in pieces):
+        integer = dtypes.get(hf) == torch.int64
         types = (name_of(torch.int64),) if integer else WEIGHTS
         if stored[name].dtype not in types:
             expected, todo = f"one of {', '.join(types)}", "Quantised checkpoints are not supported"

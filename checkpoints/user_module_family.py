@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import all_stages
 from ..models import Family, Link, Rule, family_of
 from ..models.base.hugging_face_names import expand
-from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations, require
+from ..parallel_state import BadInput, Cut, Declaration, Layout, Piece, declarations, require
 from ..storage.strict_json import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
@@ -119,6 +119,10 @@ class ModuleFamily:
     tied_head: ClassVar[str] = ""
     optional_prefix: ClassVar[str] = ""
     adopted: ClassVar[bool] = False
+
+    def module_pieces(self, config: object) -> dict[str, list[Piece[str]]]:
+        """Return where files with other names hold each tensor: nowhere."""
+        return {}
 
     def left_out(self, config: object, names: Collection[str]) -> set[str]:
         """Return the names of a folder's tensors that are not read: none."""

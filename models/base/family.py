@@ -15,6 +15,7 @@ from ...parallel_state import (
     Declaration,
     Layout,
     ParallelState,
+    Piece,
     alone_or,
     declarations,
     nearest_divisors,
@@ -111,6 +112,10 @@ class Family:
     def links_of_all(self, config: ModelConfig) -> Sequence[Link]:
         """Return the links of every tensor that the built model holds."""
         return self.links(config)[0]
+
+    def module_pieces(self, config: ModelConfig) -> dict[str, list[Piece[str]]]:
+        """Return where files with other names, those of transformers' modules, hold each tensor: nowhere."""
+        return {}
 
     def left_out(self, config: ModelConfig, names: Collection[str]) -> set[str]:
         """Return those of these names of no parameter in files that transformers does not read either: of

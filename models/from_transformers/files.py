@@ -130,6 +130,17 @@ def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[
     return links, shapes_of(links)
 
 
+def module_pieces(family: Family, config: AdoptedConfig) -> dict[str, list[Piece[str]]]:
+    """Return where transformers' modules, whose names files may have instead, hold each tensor of files."""
+    of_modules, pieces = dict[str, list[Piece[str]]](), dict[str, list[Piece[str]]]()
+    for link in held_links(family, config):
+        of_modules.setdefault(link.ours, []).append(link.piece)
+    for link in file_links(family, config)[0]:
+        parts = map(link.piece.reversed(link.ours).through, of_modules[link.ours])
+        pieces.setdefault(link.hf, []).extend(part for part in parts if part is not None)
+    return pieces
+
+
 def left_out(config: AdoptedConfig, names: Collection[str]) -> set[str]:
     """Return those of these names of no parameter in files that transformers does not read: buffers, as in
     files of earlier versions, and what the class lists, such as blocks that predict further tokens.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage
-from ...parallel_state import OWN, BadInput, Layout, ParallelState, alone_or, declarations, initialize
+from ...parallel_state import OWN, BadInput, Layout, ParallelState, Piece, alone_or, declarations, initialize
 from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family
@@ -24,7 +24,7 @@ from ..base.hugging_face_names import Link
 from .attention import carrier, of_whole_rows
 from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, refusals
 from .cut import Cutter
-from .files import file_links, left_out
+from .files import file_links, left_out, module_pieces
 from .layers import StageEnd, StandIn, around_blocks, without_sequence
 from .probe import on_meta, probed
 
@@ -207,6 +207,11 @@ class TransformersFamily(Family):
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
         return file_links(self, config)
+
+    def module_pieces(self, config: ModelConfig) -> dict[str, list[Piece[str]]]:
+        """Return where files with the names of transformers' modules hold each tensor of files."""
+        assert isinstance(config, AdoptedConfig)
+        return module_pieces(self, config)
 
     def left_out(self, config: ModelConfig, names: Collection[str]) -> set[str]:
         """Return those of these names of no parameter in files that transformers does not read either."""

@@ -273,8 +273,13 @@ def test_adapters_of_an_image_encoder_are_merged_and_not_trained(tmp_path):
     always=["gemma3", "ernie4_5_moe", "deepseek_v4"],
 ))  # fmt: skip
 def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
-    """Without what transformers leaves out as well, be it a constant or what its class lists."""
-    *_, config, model = saved(tmp_path / "hf", kind)
+    """Without what transformers leaves out as well, be it a constant or what its class lists; and from files
+    with the names of its modules.
+    """
+    theirs, _, config, model = saved(tmp_path / "hf", kind)
+    theirs.save_pretrained(tmp_path / "modules", save_original_format=False)
+    convert(tmp_path / "modules", tmp_path / "same", to="hf")
+    assert_same(weights(tmp_path / "same"), weights(tmp_path / "hf"))
     beside = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     if kind == "ernie4_5_moe":
         beside["model.mtp_block.0.mlp.weight"] = torch.ones(8)
