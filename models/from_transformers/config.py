@@ -27,6 +27,9 @@ AXES = dict.fromkeys(("tensor", "sequence", "pipeline", "context"), "no test has
 #: Keys that say nothing of the forward pass; two configs that differ in them are of one model.
 _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
 
+#: Keys that transformers' classes of configs do not name, and that are read or refused before.
+_READ_ELSEWHERE = names("implementation quantization_config rope_scaling rope_theta")
+
 #: Types that decode whatever their ``is_decoder`` says.
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 #: Types that count the places of tokens from their padding token's number.
@@ -113,7 +116,7 @@ class AdoptedConfig(ModelConfig):
         with quiet():  # its defaults may not fit each other
             usual = config_class(str(raw["model_type"]))()
         known = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
-        return sorted(raw.keys() - known - INERT - {"implementation", "rope_scaling", "rope_theta"})
+        return sorted(raw.keys() - known - INERT - _READ_ELSEWHERE)
 
     @property
     def experts_of_token(self) -> int:
