@@ -146,6 +146,8 @@ def check_free(output: Path) -> None:
         # A new directory takes its place: the shell would be in none.
         place, todo = "the folder that the command runs in", "Name a new folder in it"
         require(not output.samefile("."), output, None, "a new or another directory", place, todo)
+        place = "a mount point, which nothing can replace"
+        require(not output.is_mount(), output, None, "a new or another directory", place, todo)
 
 
 def check_home(output: Path) -> Path:
@@ -161,8 +163,10 @@ def check_home(output: Path) -> Path:
             raise BadInput(home, expected="a directory", found=actual)
     require(home.is_dir(), home, None, "a directory", "a file", "Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):
-        todo = "Change its permissions, or name another place"
-        raise BadInput(home, expected="a directory that we may write to", found="no permission to", todo=todo)
+        actual, todo = "a read-only one", "Change its permissions, or name another place"
+        if os.statvfs(home).f_flag & os.ST_RDONLY:
+            actual, todo = "one on a read-only file system", "Name another place"
+        raise BadInput(home, expected="a directory that we may write to", found=actual, todo=todo)
     return home
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import chdir
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from hypothesis import given
@@ -106,7 +107,18 @@ def begin_in(folder, output):
         check_output(Path(output))
 
 
+def mounted(out):
+    with patch.object(Path, "is_mount", lambda path: path == out):
+        check_output(out)
+
+
 test_outputs_that_cannot_be_are_refused = refusals(
+    Refused(
+        "G18-mount",
+        lambda folder: mounted(folder / "out"),
+        "a mount point",
+        given=lambda folder: (folder / "out").mkdir(),
+    ),
     output("G16-occupied", "with files in it", occupied),
     output("G17-the-input", "outside the input", Path.mkdir, inputs=lambda out: [out.parent / "." / "out"]),
     output("G17-inside-the-input", "outside the input", inputs=lambda out: [out.parent]),

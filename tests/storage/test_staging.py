@@ -9,6 +9,7 @@ from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -64,8 +65,10 @@ def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path):
 
 def test_G19_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(BadInput, match="may write to"):
-        check_output(tmp_path / "out")
+    for flags, found in ((0, "a read-only one"), (os.ST_RDONLY, "one on a read-only file system")):
+        monkeypatch.setattr(os, "statvfs", lambda path, f=flags: SimpleNamespace(f_flag=f))
+        with pytest.raises(BadInput, match=f"may write to, found {found}"):
+            check_output(tmp_path / "out")
 
 
 def test_G20_the_margin_is_a_tenth(tmp_path, monkeypatch):
