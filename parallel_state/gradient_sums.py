@@ -5,11 +5,13 @@ step trains: every trained parameter has a gradient, and not all gradients are z
 import math
 import re
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..system.errors import BadInput, PeerFailed
@@ -53,9 +55,9 @@ class GradientSums:
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
             tied = [weight for _, weight, stated in self._all if stated.ends]
             summed += _sum_together(tied, state.ends.group, reduce, self._added)
-        _SUMMED.update(
-            (gradient, gradient._version) for gradient in summed
-        )  # once: a gradient may be in both
+        _forget_at_updates()
+        # Not before: a gradient may be in both sums.
+        _SUMMED.update((gradient, gradient._version) for gradient in summed)
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -138,8 +140,16 @@ def _sum_together(
     return sums
 
 
-#: The gradients that are sums, each with its version then.
+#: The gradients that are sums which no optimizer has used so far, each with its version then.
 _SUMMED: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+
+
+@cache
+def _forget_at_updates() -> None:
+    """Let each step of an optimizer forget the sums: what sets gradients to zero behind it may leave no trace
+    in their versions, as one call for many DTensors does.
+    """
+    register_optimizer_step_post_hook(lambda optimizer, arguments, keywords: _SUMMED.clear())
 
 
 def _refuse_summed_twice(gradients: Iterable[Tensor], here: Iterable[Tensor], added: int) -> None:

@@ -95,6 +95,24 @@ def test_partial_gradients_are_not_summed_twice(data):
             assert "gradients: expected those of one step's backwards, summed once, found sums" in line
 
 
+def updated_after_sums(layout):
+    """Return the number of steps of a loop that sets many gradients to zero in one call."""
+    state = ParallelState.start(layout)
+    model = shard_over_data(RMSNorm(8, state=state), state, Precision())
+    initialize(model, 1, state=state)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 3, 8)).sum().backward()
+        finalize_gradients(model, state=state)
+        optimizer.step()
+    return int(optimizer.state[model.weight]["step"])
+
+
+def test_gradients_are_summed_anew_after_an_update():
+    assert run_parallel(updated_after_sums, 4, Layout.of(tensor=2, sequence=True, data=2)) == [3] * 4
+
+
 def summed_in_each_step(layout):
     """Return the sums of two steps with gradients that are set to zero in between, of which only the first
     tensor rank computes one: over the tensor ranks, and as a tied one over the ends of the pipeline.
