@@ -184,6 +184,9 @@ def _check_names(
             todo = f"The names lack or add a prefix: {extra[0]} is there"
         elif missing[0] == described.family.tied_head:
             todo = "Set tie_word_embeddings to true in config.json if the output layer is the embedding"
+        elif any(name.endswith(".experts.gate_up_proj") for name in extra):
+            todo = "Are the names those of transformers' modules? `trilith convert DIR NEW --to hf "
+            todo += "--implementation transformers` reads them"
         unused = f"; not used: {', '.join(extra[:3])}" if extra else ""
         there = f"{len(missing)} of {len(shapes)} missing{unused}"
         raise BadInput(where, missing[0], expected="a tensor for it", found=there, todo=todo)

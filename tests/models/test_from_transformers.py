@@ -395,6 +395,10 @@ def shifted(self, input_dict, **named):
     return {name: tensors[0].roll(1) for name, tensors in input_dict.items()}
 
 
+def named_as_modules(folder):
+    saved(folder / "hf", "mixtral")[0].save_pretrained(folder / "hf", save_original_format=False)
+
+
 NOT_ALONE = "expected a decoder alone, found another model. "
 PARTS = "Models that are made of others .audio_encoder, decoder, text_encoder. are not taken"
 SHARED = "layout: pipeline: .*its blocks are given %s beside hidden states"
@@ -404,6 +408,8 @@ UNKNOWN_STYLE = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"}
 )
 test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
+    Refused("modules' names in the zoo", lambda folder: convert(folder / "hf", folder / "cut"),
+            "--to hf --implementation transformers. reads them", given=named_as_modules),
     declared("text for a width", "arcee", {"hidden_size": "wide"}, "expected what transformers' arcee reads"),
     declared("no blocks", "arcee", {"num_hidden_layers": 0}, "num_hidden_layers"),
     declared("quantized", "arcee", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
