@@ -192,7 +192,7 @@ def own_values(
     names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}
     reset = getattr(module, "reset_parameters", None)
     todo = "Declare it (declare_parameter, or declare) with an initial, give its module reset_parameters, or "
-    todo += "begin with weights instead"
+    todo += "begin with weights (model.init_from in a recipe)"
     # The one of declared modules fills by initial values alone.
     if not callable(reset) or getattr(reset, "__func__", None) is DeclaredModule.reset_parameters:
         leaf = next(parameter for parameter in here if stated[names[parameter]].initial == OWN)
