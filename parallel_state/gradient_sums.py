@@ -28,7 +28,7 @@ class GradientSums:
     The parameters and their declarations are looked up once. So make this object after ``shard_over_data``,
     when the model's parameters are the same objects as the optimizer's. ``where`` names the caller in an
     error. ``averaged``: torch's wrappers over ``state.data_mesh`` may have averaged the gradients before. No
-    method makes the host wait for the device, but where a partial gradient is missing here.
+    method makes the host wait for the device, but where a partial gradient is missing here, or may be a sum.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def finalize_gradients(
     tensor axis; a tied embedding is summed over the two ends of the pipeline. Over the data axes
     ``shard_over_data`` has already summed them, or torch's ``fully_shard`` or DDP over ``state.data_mesh``
     averaged them: the loss is then the mean over this rank's tokens. ``reduce``: the dtype to sum in; the
-    default is that of the gradients.
+    default is that of the gradients. Raises ``BadInput`` for gradients that are such sums already.
     """
     GradientSums(model, state, where="finalize_gradients", averaged=True).finalize(reduce=reduce)
 

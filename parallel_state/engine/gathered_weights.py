@@ -18,24 +18,24 @@ def drop_after_evaluation(root: nn.Module) -> None:
     """
 
     def drop(root: nn.Module, inputs: Any, output: Any) -> None:
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or root in _KEPT):
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or root in _GATHERED_ONCE):
             drop_weights(root)
 
     root.register_forward_hook(drop)
 
 
 #: The models whose forwards without gradients keep what they gathered.
-_KEPT: set[nn.Module] = set()
+_GATHERED_ONCE: set[nn.Module] = set()
 
 
 @contextmanager
 def gathered_once(root: nn.Module) -> Iterator[None]:
     """Let forwards of ``root`` without gradients gather weights once, and drop them behind the last."""
-    _KEPT.add(root)
+    _GATHERED_ONCE.add(root)
     try:
         yield
     finally:
-        _KEPT.discard(root)
+        _GATHERED_ONCE.discard(root)
         drop_weights(root)
 
 

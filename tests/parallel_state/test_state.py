@@ -1,5 +1,6 @@
 """A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
+import copy
 import re
 from contextlib import suppress
 from importlib.metadata import requires
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from trilith.layers import RMSNorm
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.parallel_state.engine.supported_torch import BEFORE, SINCE
 from trilith.parallel_state.state import Axis, fsdp_mesh
@@ -23,6 +25,11 @@ def test_another_torch_than_the_packages_range_is_refused():
     for version in ("2.10.1", f"{before}.0", "3.0"):
         with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.13"):
             engine.supported_torch.require_supported(version)
+
+
+def test_a_copy_of_a_model_lies_on_the_same_ranks():
+    state = ParallelState.stand_in(Layout(tensor=2))
+    assert copy.deepcopy(RMSNorm(4, state=state)).state is state
 
 
 def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
