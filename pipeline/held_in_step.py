@@ -13,7 +13,7 @@ next one of the same rank is one message, and no copy.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ class HeldInStep:
         self._further = (micro_batches - few) * self._rows.sends
         self._weights = np.array([*whole, *halfway, message, self._further * message])
 
+    @cached_property
     def heaviest(self) -> list[Instant]:
         """Return the instants that hold most bytes, one for each kind of action and stage; and those at which
         gradients are still absent, if they hold more.
@@ -106,6 +107,16 @@ class HeldInStep:
             instants.append(Instant(kind, stage, size, row[-2] + self._further, absent, ended))
             summed.append(self._here.index(stage))
         return instants
+
+
+@lru_cache(maxsize=4096)
+def held_in_step(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int,
+    whole: tuple[float, ...], halfway: tuple[float, ...], message: float,
+) -> HeldInStep:  # fmt: skip
+    """Return the same object for layouts that differ in their data ranks only."""
+    layout = Layout(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    return HeldInStep(name, layout, micro_batches, rank, whole, halfway, message)
 
 
 class _Rows(NamedTuple):

@@ -7,7 +7,7 @@ gathers a group and, with ZeRO 3, the group before it, and sums the gradients of
 from collections.abc import Sequence
 from operator import attrgetter
 
-from ..pipeline.held_in_step import HeldInStep, Instant
+from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
 from .rank_gradients import Peak, RankGradients, gathered_bytes
@@ -33,7 +33,7 @@ class RankWalk:
         # Without another rank there is nothing to gather.
         self.zero = 0 if self.gradients.alone else layout.zero
         largest = max(
-            (piece.plain.weights for stage in stages for piece in stage.blocks.values()), default=0.0
+            (piece.plain.weights for stage in stages for piece in {*stage.blocks.values()}), default=0.0
         )
         self.here = layout.stages_of(work.at.pipeline)
         self.stages = [
@@ -57,10 +57,13 @@ class RankWalk:
         """Walk through the actions at which a pipeline rank holds most, and through its last backwards."""
         work, self.here, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
         self.rest_of_root = self.gradients.of_root((), self.here)
-        whole, halfway = [stage.kept for stage in self.stages], [stage.halfway for stage in self.stages]
-        message = work.between_blocks if self.cut else 0
-        step = HeldInStep(work.schedule, work.layout, work.micro_batches, number, whole, halfway, message)
-        instants = [(instant, self._is_last(instant)) for instant in step.heaviest()]
+        message, layout = work.between_blocks if self.cut else 0, work.layout
+        step = held_in_step(
+            work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches, number,
+            tuple(stage.kept for stage in self.stages), tuple(stage.halfway for stage in self.stages),
+            message,
+        )  # fmt: skip
+        instants = [(instant, self._is_last(instant)) for instant in step.heaviest]
         if work.micro_batches > 1 and self.gradients.in_last:
             ends = step.last_backwards() if self.cut else [each for each, _ in instants if each.kind == "B"]
             instants = [(each, last) for each, last in instants if not last or each.kind in "FI"]
