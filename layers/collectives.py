@@ -24,15 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..parallel_state import BadInput, ParallelState, engine
-
-_Change = Callable[[Tensor], Tensor]
+from ..parallel_state.state import Axis
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Change, back: _Change) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.back = back
         return there(x)
 
@@ -41,57 +43,50 @@ class _Pair(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
-#: Returns ``there(x)``, whose gradient is ``back`` of the output's. torch declares ``apply`` without types.
-pair: Callable[[Tensor, _Change, _Change], Tensor] = _Pair.apply
+def pair(
+    x: Tensor, axis: Axis, there: Callable[..., Tensor], back: Callable[..., Tensor], **along: Any
+) -> Tensor:
+    """Return ``there(x, group=..., **along)`` of the ranks along an axis; its gradient is ``back`` of the
+    output's. On one rank it is ``x``.
+    """
+    if axis.size == 1:
+        return x
+    forward, backward = (partial(change, group=axis.group, **along) for change in (there, back))
+    changed: Tensor = _Pair.apply(x, forward, backward)
+    return changed
 
 
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Return a whole activation unchanged; in backward sum the ranks' partial gradients."""
-    if state.tensor.size == 1:
-        return x
-    return pair(x, _alias, partial(engine.all_reduce, group=state.tensor.group))
+    return pair(x, state.tensor, _alias, engine.all_reduce)
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial activation over the tensor ranks."""
-    if state.tensor.size == 1:
-        return x
-    return pair(x, partial(engine.all_reduce, group=state.tensor.group), _same)
+    return pair(x, state.tensor, engine.all_reduce, _same)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Return this rank's equal piece of a whole activation along ``dim``."""
-    if state.tensor.size == 1:
-        return x
-    dim %= x.ndim
-    gather = partial(engine.all_gather, dim=dim, group=state.tensor.group)
-    return pair(x, partial(own_piece, dim=dim, state=state), gather)
+    return pair(x, state.tensor, own_piece, engine.all_gather, dim=dim % x.ndim)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Gather an activation that is split along ``dim``; all ranks must use the result in the same way."""
-    if state.tensor.size == 1:
-        return x
-    dim %= x.ndim
-    gather = partial(engine.all_gather, dim=dim, group=state.tensor.group)
-    return pair(x, gather, partial(own_piece, dim=dim, state=state))
+    return pair(x, state.tensor, engine.all_gather, own_piece, dim=dim % x.ndim)
 
 
 def gather_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """Gather (B, S, ...) along its sequence; ranks may use it differently: gradients are summed."""
-    if state.tensor.size == 1:
-        return x
-    check_sequence(x)
-    return pair(x, *_gather_and_scatter(state))
+    check_sequence(x, state)
+    return pair(x, state.tensor, engine.all_gather, engine.reduce_scatter, dim=1)
 
 
 def scatter_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial (B, S, ...) over the tensor ranks, and return this rank's piece of the sequence."""
-    if state.tensor.size == 1:
-        return x
-    check_sequence(x)
-    _check_divides(x, 1, state)
-    return pair(x, *reversed(_gather_and_scatter(state)))
+    check_sequence(x, state)
+    _check_divides(x, 1, state.tensor.size)
+    return pair(x, state.tensor, engine.reduce_scatter, engine.all_gather, dim=1)
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
@@ -107,37 +102,33 @@ def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
 
 
-def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
-    """Return this tensor rank's equal piece of ``dim``, contiguous. Its gradient is autograd's."""
-    _check_divides(x, dim, state)
-    length = x.shape[dim] // state.tensor.size
-    return x.narrow(dim, state.tensor.index * length, length).contiguous()
+def own_piece(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's equal piece of ``dim``, contiguous. Its gradient is autograd's."""
+    size = group.size()
+    _check_divides(x, dim, size)
+    length = x.shape[dim] // size
+    return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-def check_sequence(x: Tensor) -> None:
-    """Refuse an input without a sequence dim: another dim would be cut in its place."""
-    if x.ndim < 3:
+def check_sequence(x: Tensor, state: ParallelState) -> None:
+    """Refuse an input without a sequence dim for several ranks: another dim would be cut in its place."""
+    if x.ndim < 3 and state.tensor.size > 1:
         expected, shape = "(batch, sequence, features)", f"shape {[*x.shape]}"
         todo = "Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True"
         raise BadInput("sequence parallelism", "input", expected=expected, found=shape, todo=todo)
 
 
-def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
-    if x.shape[dim] % state.tensor.size:
+def _check_divides(x: Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] % size:
         place = f"dim {dim} of shape {[*x.shape]}"
-        expected = f"a length that tensor={state.tensor.size} divides"
+        expected = f"a length that tensor={size} divides"
         todo = "Change the sequence length or the tensor axis"
         raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
 
 
-def _gather_and_scatter(state: ParallelState) -> tuple[_Change, _Change]:
-    along: dict[str, Any] = {"dim": 1, "group": state.tensor.group}
-    return partial(engine.all_gather, **along), partial(engine.reduce_scatter, **along)
-
-
-def _alias(x: Tensor) -> Tensor:
+def _alias(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _same(x: Tensor) -> Tensor:
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
     return x

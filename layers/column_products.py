@@ -66,5 +66,5 @@ def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: Para
     if state.tensor.size == 1 or autocasts(x):
         return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
-        check_sequence(x)
+        check_sequence(x, state)
     return [*_Products.apply(x, state, *(part for pair in weights_and_biases for part in pair))]

@@ -6,8 +6,6 @@ the keys of each single rank. Source: Brandon et
 al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron-LM's context parallelism.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -44,10 +42,7 @@ def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
     Each rank then computes with the sum, and its loss counts: the gradients are summed as well. So a loss of
     rows is added up, and counted, on each of the ranks.
     """
-    if state.context.size == 1:
-        return x
-    total = partial(engine.all_reduce, group=state.context.group)
-    return pair(x, total, total)
+    return pair(x, state.context, engine.all_reduce, engine.all_reduce)
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:

@@ -53,7 +53,7 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
             left += [
                 f"{name}.{output}".rstrip(".")
                 for output, part in module.parts.items()
-                if not fits(*part.weight().shape)
+                if not fits(*part.here().shape)
             ]
     return left
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import BadInput, Declaration, declarations, declare_parameter
+from ..parallel_state import BadInput, Declaration, DeclaredModule, declarations, declare_parameter, local
 from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .activation_checkpointing import products_recomputed
 from .dropout import own_random
-from .parallel_linear import OutputPart, ParallelLinear, ReplicatedLinear, RowParallelLinear
+from .parallel_linear import ParallelLinear, ReplicatedLinear, RowParallelLinear
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
@@ -72,9 +72,8 @@ def attach_lora(
         if name not in names:
             raise BadInput("lora", "outputs", expected=f"one of {', '.join(names)}", found=repr(name))
     adapted = names if outputs is None else outputs
-    holders = [layer.parts[name].holder for name in adapted]
-    a = OutputPart(holders[0] if len(holders) == 1 else layer)
-    bases = [declarations(holder)["weight"] for holder in holders]
+    parts = [layer.parts[name] for name in adapted]
+    bases = [declarations(part)["weight"] for part in parts]
     # Without a cut the factors lie as W does.
     whole = bases[0].partial if isinstance(layer, ReplicatedLinear) else ("tensor",)
     # Each tensor rank has features, or tokens, of its own.
@@ -82,7 +81,7 @@ def attach_lora(
     b = {names.index(name): (layer.parts[name], "lora_B") for name in adapted}
     random = partial(own_random, layer.state, split=split)
     add_adapter(
-        layer, LowRank(a, "lora_A", b, scale, F.linear, dropout, random),
+        layer, LowRank(parts[0] if len(parts) == 1 else layer, "lora_A", b, scale, F.linear, dropout, random),
         [factors_of(base, r, whole) for base in bases],
     )  # fmt: skip
 
@@ -113,13 +112,13 @@ def factors_of(
 class LowRank:
     """Compute the products of one A with the B of each output that it serves.
 
-    ``a`` holds the parameter ``a_name``; ``b``: for each output the part and the name of its B. ``product``
+    ``a`` holds the parameter ``a_name``; ``b``: for each output the holder and the name of its B. ``product``
     multiplies by a factor: ``F.linear``, or ``grouped_mm`` for stacks. Masks are drawn within ``random``.
     """
 
-    a: OutputPart
+    a: DeclaredModule
     a_name: str
-    b: Mapping[Any, tuple[OutputPart, str]]
+    b: Mapping[Any, tuple[DeclaredModule, str]]
     scale: float
     product: Callable[..., Tensor]
     dropout: float = 0.0
@@ -131,14 +130,14 @@ class LowRank:
         ``x``: whole before a column-parallel product, this rank's features before a row-parallel one, the
         rows of each expert, ``counts``, before a stack.
         """
-        if self.dropout and self.a.holder.training:
+        if self.dropout and self.a.training:
             with self.random():
                 x = F.dropout(x, self.dropout)
-        h = self.product(x, self.a.weight(self.a_name), *counts) * self.scale
+        h = self.product(x, local(getattr(self.a, self.a_name)), *counts) * self.scale
         # As wide as the output to which it is added, and cheap.
         with nullcontext() if torch.compiler.is_compiling() else products_recomputed():
             return {
-                output: self.product(h, part.weight(name), *counts) for output, (part, name) in self.b.items()
+                output: self.product(h, part.here(name), *counts) for output, (part, name) in self.b.items()
             }
 
 
@@ -148,9 +147,9 @@ def add_adapter(layer: Any, adapter: LowRank, factors: Sequence[tuple[Declaratio
     ``factors``: A and B for each output; the outputs share one A.
     """
     places = [(adapter.a, adapter.a_name), *adapter.b.values()]
-    if any(name in dict(part.holder.named_parameters(recurse=False)) for part, name in places):
+    if any(name in dict(part.named_parameters(recurse=False)) for part, name in places):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
     stated = [factors[0][0], *(b for _, b in factors)]
     for (part, name), declaration in zip(places, stated, strict=True):
-        declare_parameter(part.holder, name, declaration, layer.state)
+        declare_parameter(part, name, declaration, layer.state)
     layer.adapters.append(adapter)

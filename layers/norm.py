@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import Constant, DeclaredModule, ParallelState, local, shared_units
+from ..parallel_state import Constant, DeclaredModule, ParallelState, declare_parameter, local, shared_units
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .head_groups import HeadGroups
 from .host_numbers import HostNumbers
-from .parallel_linear import cut_units, declare_part, refuse_state
+from .parallel_linear import cut_units, refuse_state
 
 
 class _Norm(DeclaredModule):
@@ -110,8 +110,8 @@ class _HeadsNorm(DeclaredModule):
         super().__init__(state)
         self.heads, self.head_dim, self.eps = heads, head_dim, eps
         shape = (heads * head_dim,) if self.flat else (heads, head_dim)
-        stated, rows = cut_units(shape, shape[0] // heads, True, self.state)
-        self.part = declare_part(self, "", replace(stated, initial=Constant(1.0)), None, rows, self.state)
+        stated, self.rows_here = cut_units(shape, shape[0] // heads, True, self.state)
+        declare_parameter(self, "weight", replace(stated, initial=Constant(1.0)), self.state)
         size, index = self.state.tensor.size, self.state.tensor.index
         everywhere = [head for rank in range(size) for head in shared_units(heads, size, rank)]
         #: On how many ranks each head here is.
@@ -119,7 +119,7 @@ class _HeadsNorm(DeclaredModule):
 
     def weight_here(self) -> Tensor:
         """Return the weights of this rank's heads, (H, 1, E)."""
-        return self.part.weight().view(-1, 1, self.head_dim)
+        return self.here().view(-1, 1, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"{self.heads} x {self.head_dim}, eps={self.eps}"
@@ -152,7 +152,7 @@ class HeadsRMSNorm(_HeadsNorm):
         inner = torch.promote_types(x_BHSE.dtype, torch.float32)
         x = x_BHSE.to(inner)
         squares_BHS1 = x.square().sum(-1, keepdim=True)
-        if self.part.rows is not None:  # a head on two ranks counts half on each
+        if self.rows_here is not None:  # a head on two ranks counts half on each
             squares_BHS1 = squares_BHS1 / self.copies.on(x.device, inner).view(-1, 1, 1)
         sums_BGS1 = self.groups.sums(squares_BHS1)
         if self.groups.shared:  # groups that have no heads here add nothing to the sum over the ranks

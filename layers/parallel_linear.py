@@ -11,15 +11,15 @@ replicated  whole        nothing                               nothing
 On one device each is ``nn.Linear``. Source: Shoeybi et al. 2019, section 3.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, local, shared_units
+from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, shared_units
 from ..parallel_state.declaration import Cut, Declaration
 from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .collectives import enter_tensor, leave_tensor
@@ -28,26 +28,6 @@ from .column_products import Products, WeightsAndBiases, column_products, produc
 #: Returns the terms that an adapter (LoRA) adds to a layer's outputs, by the output's number. Its input is
 #: the layer's after the first collective; the terms are added before the last one.
 Adapter = Callable[[Tensor], Mapping[int, Tensor]]
-
-
-@dataclass(frozen=True)
-class OutputPart:
-    """Hold the parameters of one of a layer's products.
-
-    ``holder``: the module that has them; ``rows``: those of its weight that this rank uses, ``None``: all.
-    """
-
-    holder: nn.Module
-    rows: slice | None = None
-
-    def weight(self, name: str = "weight") -> Tensor:
-        """Return this rank's rows of ``weight``, or of another parameter that is cut as it is."""
-        weight = local(getattr(self.holder, name))
-        return weight if self.rows is None else weight[self.rows]
-
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Return what this rank computes with."""
-        return self.weight(), None if self.holder.bias is None else self.weight("bias")
 
 
 def cut_units(
@@ -66,23 +46,18 @@ def cut_units(
     return Declaration(shape, partial=("tensor",)), slice(needed.start * unit, needed.stop * unit)
 
 
-def declare_part(
-    module: nn.Module,
-    name: str,
-    weight: Declaration,
-    bias: Declaration | None,
-    rows: slice | None,
-    state: ParallelState,
-) -> OutputPart:
-    """Declare the parameters of one product, in a module of its name inside ``module``, or without a name in
-    ``module`` itself; ``rows``: those that this rank computes with.
-    """
-    holder = nn.Module() if name else module
-    if name:
-        module.add_module(name, holder)
-    declare_parameter(holder, "weight", weight, state)
-    declare_parameter(holder, "bias", bias, state)
-    return OutputPart(holder, rows)
+def declare_product(
+    part: DeclaredModule, weight: Declaration, bias: Declaration | None, rows: slice | None
+) -> None:
+    """Declare the parameters of one product in its ``part``, with the rows that this rank computes with."""
+    part.rows_here = rows
+    declare_parameter(part, "weight", weight, part.state)
+    declare_parameter(part, "bias", bias, part.state)
+
+
+def weights_and_biases(parts: Iterable[DeclaredModule]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return what this rank computes with for each product."""
+    return [(part.here(), None if part.bias is None else part.here("bias")) for part in parts]
 
 
 class ParallelLinear(DeclaredModule):
@@ -128,12 +103,17 @@ class ParallelLinear(DeclaredModule):
         initial = initial or Uniform(1 / sqrt(in_features))
         # Uniform beside uniform weights, as in torch.
         of_bias = initial if isinstance(initial, Uniform) else Constant(0.0)
-        #: By the names of the outputs, "" of a single one.
-        self.parts: dict[str, OutputPart] = {}
         for name, features in outputs.items():
+            if name:
+                self.add_module(name, DeclaredModule(state))
             weight, stated, rows = self._declare(features, units[name], name in shared)
             weight, stated = replace(weight, initial=initial), replace(stated, initial=of_bias)
-            self.parts[name] = declare_part(self, name, weight, stated if bias else None, rows, self.state)
+            declare_product(self.parts[name], weight, stated if bias else None, rows)
+
+    @property
+    def parts(self) -> dict[str, DeclaredModule]:
+        """Return what holds each product's parameters, by the outputs' names, "" for a single one."""
+        return {"": self} if self._single else cast(dict[str, DeclaredModule], self._modules)
 
     def _declare(
         self, features: int, unit: int, may_share: bool
@@ -163,7 +143,7 @@ class ParallelLinear(DeclaredModule):
             raise BadInput(layer, "input", expected=expected, found=shape, todo=todo)
         if self._single and self.state.tensor.size == 1 and not self.adapters and self.float8 is None:
             return F.linear(x, self.weight, self.bias)  # nn.Linear's own line
-        outputs = self._outputs(x, [part.weight_and_bias() for part in self.parts.values()])
+        outputs = self._outputs(x, weights_and_biases(self.parts.values()))
         return outputs[0] if self._single else tuple(outputs)
 
     def _outputs(self, x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
@@ -174,7 +154,7 @@ class ParallelLinear(DeclaredModule):
         return outputs
 
     def extra_repr(self) -> str:
-        here = ", ".join(f"({len(part.weight())}, {self._width})" for part in self.parts.values())
+        here = ", ".join(f"({len(part.here())}, {self._width})" for part in self.parts.values())
         return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
 
 

@@ -17,6 +17,9 @@ from .state import ParallelState, alone_or
 class DeclaredModule(nn.Module):
     """Hold parameters that are declared, and the state that they are cut for; fill them as torch does."""
 
+    #: The rows of the parameters with which this rank computes; ``None``: all that it holds.
+    rows_here: slice | None = None
+
     def __init__(self, state: ParallelState | None = None) -> None:
         super().__init__()
         self.state = alone_or(state)
@@ -25,20 +28,23 @@ class DeclaredModule(nn.Module):
         """Declare and register a parameter of this module; ``facts``: further ones of a ``Declaration``."""
         declare_parameter(self, name, Declaration(shape, cut, **facts), self.state)
 
+    def here(self, name: str = "weight") -> Tensor:
+        """Return this rank's rows of a parameter to compute with, see ``local``."""
+        parameter = local(getattr(self, name))
+        return parameter if self.rows_here is None else parameter[self.rows_here]
+
     def reset_parameters(self) -> None:
-        """Fill this rank's part of the declared parameters again, from torch's global seed, which the ranks
-        must set alike; padding becomes zero.
+        """Fill this rank's part of the module's own declared parameters again, from torch's global seed,
+        which the ranks must set alike; padding becomes zero.
 
         The bits are the same in every layout. Parameters on the meta device stay as they are. ``initialize``
         fills a model by a seed and by names.
         """
-        products = [child for child in self.children() if type(child) is nn.Module]  # which hold one alone
-        for holder in (self, *products):
-            for leaf, declaration in holder.__dict__.get("declared", {}).items():
-                parameter, seed = getattr(holder, leaf), _global_seed()
-                if not parameter.is_meta:
-                    box = stored_box(parameter, declaration, holder.__dict__["declared_state"])
-                    _fill(local_data(parameter), box, declaration, seed)
+        for leaf, declaration in self.__dict__.get("declared", {}).items():
+            parameter, seed = getattr(self, leaf), _global_seed()
+            if not parameter.is_meta:
+                box = stored_box(parameter, declaration, self.state)
+                _fill(local_data(parameter), box, declaration, seed)
 
 
 def _global_seed() -> int:
@@ -84,7 +90,6 @@ def declare_parameter(
         )
     module.register_parameter(name, nn.Parameter(local, requires_grad=not declaration.buffer))
     module.__dict__.setdefault("declared", {})[name] = declaration
-    module.__dict__["declared_state"] = state
 
 
 def local(parameter: Tensor) -> Tensor:

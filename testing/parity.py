@@ -170,8 +170,8 @@ def _features(model: CausalLM) -> _Features:
             for key, part in module.parts.items():
                 full = f"{name}.{key}" if key else name
                 box = stated[f"{full}.weight"].box(state.layout, state.at)
-                if part.rows is not None:
-                    box = box.narrow(0, part.rows.start, part.rows.stop)
+                if part.rows_here is not None:
+                    box = box.narrow(0, part.rows_here.start, part.rows_here.stop)
                 features[name].append((full, box.slices[0]))
         elif isinstance(module, _WHOLE) or module in model.layers.values():
             features[name] = [(name, None)]

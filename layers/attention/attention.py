@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import Initial, ParallelState, alone_or, local
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState, alone_or
 from ..dropout import own_random
 from ..head_groups import HeadGroups
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +18,7 @@ from .causal import causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
 from .kernel_checks import checked_backend
 from .mask import AttentionScope
-from .scores import Alibi, Scores, Sinks
+from .scores import Alibi, Scores
 from .visible import exceeds
 
 
@@ -33,7 +33,7 @@ class AttentionLayer(nn.Module):
     #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
     backend: PinnedBackend = "auto"
     #: One more score of each head, which is learnt.
-    sinks: Sinks | None
+    sinks: DeclaredModule | None
     out: RowParallelLinear
 
     def __init__(
@@ -61,7 +61,7 @@ class AttentionLayer(nn.Module):
     @property
     def scores(self) -> Scores:
         """Return what becomes of the scores, in the mode that the layer is in."""
-        sinks = None if self.sinks is None else local(self.sinks.weight)
+        sinks = None if self.sinks is None else self.sinks.here()
         return self.trained._replace(sinks=sinks, dropout=self.trained.dropout if self.training else 0.0)
 
     def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
@@ -137,7 +137,9 @@ class Attention(AttentionLayer):
         )
         self.q_norm, self.k_norm = (qk_norm(n) if qk_norm else nn.Identity() for n in (heads, kv_heads))
         self.groups = HeadGroups(heads, kv_heads, self.state)
-        self.sinks = Sinks(heads, initial=initial, state=state) if sinks else None
+        self.sinks = DeclaredModule(state) if sinks else None
+        if self.sinks is not None:
+            self.sinks.declare("weight", (heads,), Cut(0), initial=initial or Constant(0.0))
         self.out = RowParallelLinear(
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
         )

@@ -14,9 +14,8 @@ from math import floor, log2
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState
 from ..host_numbers import HostNumbers
 from .backends import Score
 
@@ -101,18 +100,6 @@ class Scores(NamedTuple):
         if self.alibi is not None:
             return "rounded ALiBi" if self.alibi.rounded else "ALiBi"
         return "soft cap" if self.soft_cap is not None else "sinks" if self.sinks is not None else ""
-
-
-class Sinks(DeclaredModule):
-    """Hold the sinks of an attention layer: ``weight``, (heads,), of which a rank has those of its heads."""
-
-    weight: nn.Parameter
-
-    def __init__(
-        self, heads: int, *, initial: Initial | None = None, state: ParallelState | None = None
-    ) -> None:
-        super().__init__(state)
-        self.declare("weight", (heads,), Cut(0), initial=initial or Constant(0.0))
 
 
 def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,9 @@ class Dispatch:
         return y_MD.index_select(0, self._inverse).view(self.tokens, self.top_k, y_MD.shape[1])
 
     def _exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        there = partial(all_to_all, received=received, sent=sent, group=self.state.expert.group)
-        back = partial(all_to_all, received=sent, sent=received, group=self.state.expert.group)
-        return pair(x, there, back)
+        there = partial(all_to_all, received=received, sent=sent)
+        back = partial(all_to_all, received=sent, sent=received)
+        return pair(x, self.state.expert, there, back)
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from ...parallel_state import BadInput, Cut, DeclaredModule, Layout, ParallelSta
 from ...parallel_state.initial_weights import Initial, Uniform
 from ..lora import LowRank, add_adapter, factors_of, lora_scale
 from ..mlp import activation
-from ..parallel_linear import OutputPart
 from .grouped_matmul import GroupSizes, grouped_mm, has_kernel
 
 
@@ -146,9 +145,8 @@ def attach_expert_lora(
     if tuple(outputs) not in legal:
         expected = " or ".join(", ".join(names) for names in legal)
         raise BadInput("lora", "outputs", expected=expected, found=", ".join(outputs))
-    stacks, part = declarations(experts), OutputPart(experts)
-    b = {output: (part, f"lora_B_{output}") for output in outputs}
-    adapter = LowRank(part, f"lora_A_{'_'.join(outputs)}", b, scale, grouped_mm)
+    stacks, b = declarations(experts), {output: (experts, f"lora_B_{output}") for output in outputs}
+    adapter = LowRank(experts, f"lora_A_{'_'.join(outputs)}", b, scale, grouped_mm)
     factors = [factors_of(stacks[output], r, ("tensor",), experts.transposed) for output in outputs]
     add_adapter(experts, adapter, factors)
 

@@ -5,6 +5,7 @@ B batch  R runs  L tokens of a run  C channels here  K kernel size
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform
 from ..mlp import activation
-from ..parallel_linear import OutputPart, cut_units, declare_part
+from ..parallel_linear import cut_units, declare_product, weights_and_biases
 from .runs import Runs, recomputed
 
 
@@ -42,19 +43,19 @@ class CausalConvolution(DeclaredModule):
         super().__init__(state)
         self.kernel_size, self.act = kernel_size, activation(act)
         initial = initial or Uniform(kernel_size**-0.5)
-        self.parts: list[OutputPart] = []
         for name, count in channels.items():
             shape = (count, 1, kernel_size)
             weight, rows = cut_units(shape, unit[name], name in shared, self.state)
             of_bias, weight = replace(weight, shape=(count,)), replace(weight, initial=initial)
-            self.parts.append(declare_part(self, name, weight, of_bias if bias else None, rows, self.state))
+            self.add_module(name, part := DeclaredModule(state))
+            declare_product(part, weight, of_bias if bias else None, rows)
 
     def forward(self, inputs: Sequence[Tensor], runs: Runs) -> tuple[Tensor, ...]:
         """Return the convolutions of the ``inputs``, of the same shapes."""
         x_RLC = runs.cut(torch.cat([*inputs], dim=-1))
         count = self.kernel_size - 1
         before = runs.tokens_before(x_RLC, count) if runs.cache is None else runs.cache.recall(self)
-        weights, biases = zip(*(part.weight_and_bias() for part in self.parts), strict=True)
+        weights, biases = zip(*weights_and_biases(cast(Any, self.children())), strict=True)
         bias_C = None if biases[0] is None else torch.cat(biases)
         y_RLC = causal_convolution(x_RLC, torch.cat(weights), bias_C, before, runs.places)
         if runs.cache is not None:  # in the memory of ``before``, which is no longer needed

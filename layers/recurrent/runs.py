@@ -10,7 +10,6 @@ B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C chan
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -114,9 +113,8 @@ class Runs:
 
 def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
     """Gather (B, 2, ...) of every context rank; return the runs of the whole sequence in its order."""
-    gather = partial(engine.all_gather, dim=0, group=state.context.group)
-    scatter = partial(engine.reduce_scatter, dim=0, group=state.context.group)
-    gathered = pair(x.transpose(0, 1), gather, scatter)  # (2 c, B, ...), a rank's two runs together
+    # (2 c, B, ...), a rank's two runs together
+    gathered = pair(x.transpose(0, 1), state.context, engine.all_gather, engine.reduce_scatter, dim=0)
     size = state.context.size
     place = {
         chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))

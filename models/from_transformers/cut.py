@@ -173,7 +173,7 @@ class Cutter:
         apart = {str(number): outputs // style.products for number in range(style.products)}
         made = style.layer(inputs, apart if style.products > 1 else outputs, biased, unit=unit, state=state)
         for number, part in enumerate(made.parts.values()):
-            stated = vars(part.holder)["declared"]
+            stated = vars(part)["declared"]
             for leaf in stated:
                 stated[leaf] = replace(stated[leaf], initial=initial_of(getattr(module, leaf)))
                 if style.products > 1:

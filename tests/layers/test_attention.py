@@ -136,8 +136,8 @@ def test_every_query_head_meets_its_own_key_head(data):
     for rank in range(tensor):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
         key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts["k"]
-        held = list(range(kv))[key.rows or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
-        assert len(key.weight()) == len(held)
+        held = list(range(kv))[key.rows_here or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
+        assert len(key.here()) == len(held)
         groups = Attention(queries, heads=queries, head_dim=1, kv_heads=kv, state=state).groups
         assert [*groups.held] == held
         lined_up = held if groups.even else groups.spread(torch.tensor(held).reshape(1, -1, 1, 1)).flatten()

@@ -144,7 +144,9 @@ def made_alike(make: Make, state: ParallelState, *, seed: int = 0) -> tuple[nn.M
 
 
 def _piece(x: Tensor, dim: int | None, state: ParallelState) -> Tensor:
-    return x if dim is None else own_piece(x, dim % x.ndim, state)
+    if dim is None or state.tensor.size == 1:
+        return x
+    return own_piece(x, dim % x.ndim, state.tensor.group)
 
 
 def _outputs(y: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
