@@ -148,14 +148,14 @@ def ours(
 
     recipe, made = planned(dtype, layout, rows, compiled, model)
     state = ParallelState.start(recipe.layout)
-    parts = build(recipe, made, state)
-    load(folder, parts.model)
-    begin_moments(parts.model, parts.optimizer)
+    trained, update, _ = build(recipe, made, state)
+    load(folder, trained.model)
+    begin_moments(trained.model, update.optimizer)
 
     def step(tokens: Tensor) -> float:
         mine = tokens.chunk(recipe.layout.data)[state.data_index]
-        result = parts.step.launch(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
-        return parts.update(result).loss
+        result = trained.launch(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
+        return update(result).loss
 
     return step
 

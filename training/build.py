@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.sections import MemorySection
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation
-from .learning_rate import Schedule, schedule_of
+from .learning_rate import schedule_of
 from .optimizer import freeze, make_adamw
 from .own_module import OwnFamily, needs_memory
 from .parameter_norms import NormLog
@@ -42,25 +40,10 @@ if TYPE_CHECKING:
     from ..models import CausalLM
 
 
-@dataclass(frozen=True)
-class Built:
-    """Hold one rank's model (weights not yet filled), optimizer, step, update and learning rates.
-
-    The step makes the gradients, and the update uses them.
+def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Update, list[str]]:
+    """Build what makes a rank's gradients, and what uses them; collective. A load or ``initialize`` fills the
+    weights of their model afterwards. With float8, return also the names of weights that stay in bfloat16.
     """
-
-    #: A ``CausalLM``, or the user's module.
-    model: Any
-    optimizer: torch.optim.Optimizer
-    step: Step
-    update: Update
-    schedule: Schedule
-    #: With float8, names of the weights that stay in bfloat16.
-    unquantized: Sequence[str] = ()
-
-
-def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
-    """Build this rank's parts; collective. A load or ``initialize`` fills the weights afterwards."""
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
@@ -96,7 +79,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
         state=state,
     )
-    return Built(model, optimizer, step, update, schedule_of(recipe)[0], unquantized)
+    return step, update, unquantized
 
 
 def _token_loss(model: CausalLM, recipe: Recipe, chunk: int, state: ParallelState) -> TokenLoss:

@@ -24,6 +24,7 @@ from ..runs.trackers import Tracker
 from ..system import counted, manual_gc
 from .build import build, choices, measurements
 from .callbacks import Callback, Callbacks, RunFiles
+from .learning_rate import schedule_of
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
 from .optimizer import set_learning_rate
@@ -76,10 +77,10 @@ class Trainer:
             vocab_size=self.plan.config.vocab_size,
             named=self.plan.own is not None,
         )
-        built = build(recipe, self.plan, state)
-        self.model, self.optimizer, self.step = built.model, built.optimizer, built.step
-        self.update, self.schedule = built.update, built.schedule
-        if names := built.unquantized:
+        self.step, self.update, names = build(recipe, self.plan, state)
+        self.model: Any = self.step.model
+        self.optimizer, self.schedule = self.update.optimizer, schedule_of(recipe)[0]
+        if names:
             examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             self.terminal.say(
                 f"float8: {counted(len(names), 'weight')} in bfloat16 (a side is no multiple of 16): "

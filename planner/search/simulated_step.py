@@ -23,10 +23,11 @@ from ...simulation.rank import axes_of_groups, simulated_rank
 from ...simulation.record import StepRecord
 from ...simulation.waits import WAITS
 from ...training import precision
-from ...training.build import Built, build
+from ...training.build import build
 from ...training.loss import FunctionLoss, Loss
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
+from ...training.step import Step
 from ...training.step_sums import StepResult
 from ..dry_run import work_of
 from ..planned_model import own_model
@@ -51,7 +52,7 @@ def simulate_step(
     rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
     outputs = _outputs_of_stages(recipe, planned)
     with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
-        built = build(recipe, planned, state)
+        step, update, _ = build(recipe, planned, state)
         own = planned.own
         # A first step makes everything ready: with one micro-batch, unless stages' schedule asks for all.
         few = rows if recipe.layout.pipeline > 1 else recipe.data.micro_batch
@@ -62,8 +63,8 @@ def simulate_step(
             batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
             first = some_samples(batch, 0, few)
             if outputs:  # one rank alone cannot try them all
-                built.step.stages.assume(outputs)
-        return simulated_steps(ledger, built, [first, batch], built.update, kernels)
+                step.stages.assume(outputs)
+        return simulated_steps(ledger, step, update.optimizer, [first, batch], update, kernels)
 
 
 def _outputs_of_stages(recipe: Recipe, planned: Plan) -> list[StageOutput]:
@@ -88,16 +89,17 @@ def ledger_of_rank(layout: Any, rank: int, kernels: Kernels) -> Iterator[tuple[P
 
 def simulated_steps(
     ledger: Ledger,
-    built: Built | Any,
+    step: Step,
+    optimizer: torch.optim.Optimizer,
     batches: Sequence[Any],
     update: Callable[[StepResult], object],
     kernels: Kernels,
 ) -> StepRecord:
     """Run a step for each batch, and return the record of the last one.
 
-    ``built``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
+    ``update``: what follows the launch of a step.
     """
-    model, optimizer, state = built.model, built.optimizer, built.step.state
+    model, state = step.model, step.state
     ledger.name(model)
     begin_moments(model, optimizer)
     moments = [
@@ -114,7 +116,7 @@ def simulated_steps(
         for batch in batches:
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
-            result = built.step.launch(batch, scale=scale)
+            result = step.launch(batch, scale=scale)
             # A name for the list would keep the gradients alive through the next step.
             ledger.mark(
                 "gradients",

@@ -90,14 +90,14 @@ WIDE = config("tiny_llama", tie_word_embeddings=False, vocab_size=512)
 def evaluated(raw):
     """Return the loss on held-out tokens with random weights, and the bytes alive at the worst moment."""
     recipe = parse_recipe(raw)
-    parts = build(recipe, plan(recipe), ParallelState.start(recipe.layout))
+    step, _, _ = build(recipe, plan(recipe), ParallelState.start(recipe.layout))
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in parts.model.parameters():
+        for parameter in step.model.parameters():
             parameter.normal_(0.0, 0.1)
     held_out = open_held_out(recipe, WIDE["vocab_size"])
     with LiveBytes() as memory:
-        loss = held_out_loss(parts.step, held_out)
+        loss = held_out_loss(step, held_out)
     return loss, memory.peak
 
 

@@ -103,7 +103,7 @@ def ledger_of(case: Case, rank: int = 0, kernels: Kernels = "cpu") -> StepRecord
             parts.optimizer.step()
             parts.optimizer.zero_grad()
 
-        return simulated_steps(ledger, parts, batches, update, kernels)
+        return simulated_steps(ledger, parts.step, parts.optimizer, batches, update, kernels)
 
 
 def write_peaks(cases: Sequence[tuple[Case, Sequence[int]]], file: Path) -> None:

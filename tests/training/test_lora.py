@@ -77,7 +77,7 @@ def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, ba
 def numbers(raw):
     """Return the number formats in which this rank stores base and adapters."""
     loaded = parse_recipe(raw)
-    model = build(loaded, plan(loaded), ParallelState.start(loaded.layout)).model
+    model = build(loaded, plan(loaded), ParallelState.start(loaded.layout))[0].model
     kinds = {"base": set(), "adapters": set()}
     for name, parameter in model.named_parameters():
         kinds["adapters" if "lora_" in name else "base"].add(local_data(parameter).dtype)
