@@ -1,8 +1,12 @@
-"""Treat a user's module that a recipe names as a family of one model: built, cut, counted and checked."""
+"""Treat a user's module that a recipe names as a family of one model: built, cut, counted and checked. Make
+what a run of it has beside it, its loss and its samples.
+"""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,18 +14,21 @@ from pydantic_core import from_json
 from torch import Tensor, nn
 
 from ..checkpoints.described import describe_build
+from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..layers import Stage, VocabParallelEmbedding, set_attention_backend, stage_parts
 from ..models import Family, ModelConfig, Rule
 from ..models.base.family import making
 from ..models.base.keys import LARGEST_NUMBER, Whole
-from ..parallel_state import BadInput, Layout, ParallelState, alone_or, declarations, require
+from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState, alone_or, declarations, require
 from ..recipes.recipe import Recipe
 from ..recipes.section import ParameterGroup
-from .loss import as_loss, refuse_uncut
-from .optimizer import freeze
-from .own_code import OwnCode, call_own, names, own_code
+from .loss import FunctionLoss, Loss, as_loss, refuse_uncut
+from .optimizer import freeze, groups_of
+from .own_code import OwnCode, call_own, check_keywords, names, own_code, signature_of
 from .own_exchange import check_dims, check_exchange, check_split
+from .run_data import open_data
+from .samples import Samples
 
 #: The axes that a class without the keyword ``state`` knows nothing of.
 _AXES = ("tensor", "context", "pipeline", "expert")
@@ -137,7 +144,9 @@ class OwnFamily(Family):
 
 
 def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
-    """Return the family and the config of the recipe's module; ``BadInput`` for none that can be made."""
+    """Return the family and the config of the recipe's module, with its loss and its data sets; ``BadInput``
+    for what cannot be made, and for parts that do not fit.
+    """
     section = recipe.model
     assert section.module is not None
     code = own_code(section.module, "model.module")
@@ -157,7 +166,110 @@ def own_family(recipe: Recipe) -> tuple[OwnFamily, OwnConfig]:
     vocabulary = rows.pop() if len(rows) == 1 else LARGEST_NUMBER
     config = bare.model_copy(update={"num_hidden_layers": max(blocks, 1), "vocab_size": vocabulary})
     rules = tuple(Rule(name, name) for name in declarations(model))  # nobody else has names for them
-    return replace(family, rules=rules), config
+    family = replace(family, rules=rules)
+    groups = groups_of(recipe.optimizer.groups, family, config)
+    return _with_parts(replace(family, groups=groups), config), config
+
+
+def _with_parts(family: OwnFamily, config: OwnConfig) -> OwnFamily:
+    """Return the family with the recipe's loss and data sets."""
+    recipe = family.recipe
+    rows, loss, items = recipe.data, _own_loss(recipe), None
+    first: Mapping[str, Tensor]
+    if rows.module is not None:
+        made = open_data(recipe)
+        assert isinstance(made, ItemBatches)
+        items, first = made, made.first
+    else:
+        text = ["input_ids", "labels"] + ["positions"] * _packed(recipe)
+        first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
+    samples = {
+        name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
+        for name, x in first.items()
+    }
+    _check_taken(family.on_meta(config), samples, "data")
+    assert recipe.loss is not None
+    identity = {
+        "model.arguments": config.arguments,
+        "model.module": _shown(family.code),
+        "loss.arguments": json.dumps(recipe.loss.arguments, sort_keys=True, default=str),
+        "loss.module": _shown(own_code(recipe.loss.module, "loss.module")),
+    }
+    return replace(family, loss=loss, samples=samples, items=items, identity=identity)
+
+
+def _packed(recipe: Recipe) -> bool:
+    """Tell whether rows of tokens have positions: those of a chat set always do."""
+    try:
+        opened = open_data(recipe)
+    except (BadInput, MachineFailed):  # a plan needs no token file; check_run refuses it
+        return recipe.data.documents == "separate"
+    assert isinstance(opened, GlobalBatches)
+    return opened.packed
+
+
+def _shown(code: OwnCode) -> str:
+    return f"{code.name.rpartition(':')[2]} of a file with SHA-256 {code.digest}"
+
+
+def _own_loss(recipe: Recipe) -> Any:
+    """Return the loss that the recipe names; ``BadInput`` for what is none."""
+    section, key = recipe.loss, "loss.arguments"
+    assert section is not None
+    code, arguments = own_code(section.module, "loss.module"), section.arguments
+    entry = code.entry
+    if isinstance(entry, type) and issubclass(entry, Loss):
+        return call_own(code, arguments, key, within="loss.module")
+    if isinstance(entry, Loss):
+        require(not arguments, "recipe", key, "none for an object", ", ".join(arguments))
+        if isinstance(entry, FunctionLoss):
+            _check_called(code._replace(entry=entry.function), {})
+        return entry
+    kind, is_type = getattr(entry, "__name__", type(entry).__name__), isinstance(entry, type)
+    expected = "a Loss, a class of it, or a function of (output, samples)"
+    require(callable(entry) and not is_type, "recipe", "loss.module", expected, kind)
+    _check_called(code, arguments)
+    return partial(entry, **arguments) if arguments else entry
+
+
+def _check_called(code: OwnCode, arguments: Mapping[str, Any]) -> None:
+    """Refuse a loss that cannot be called with an output, samples and these arguments."""
+    signature = signature_of(code.entry)
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        shown = f"{getattr(code.entry, '__name__', type(code.entry).__name__)}{signature}"
+        expected = "a function of (output, samples)"
+        raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
+    state = {"state": None} if "state" in signature.parameters else {}
+    check_keywords(code, arguments, "loss.arguments", None, None, **state)
+
+
+def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> None:
+    """Refuse data without a sample that the module's forward asks for."""
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    first = getattr(model, "first_input", None)
+    if first is not None and parameters and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        del parameters[0]  # given without its name
+    asked = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.default is parameter.empty
+    ]
+    for name in [*([] if first is None else [first]), *asked]:
+        todo = "The keywords of forward name the samples that it is given"
+        expected = f"a sample {name}, which the model's forward takes"
+        require(name in samples, "recipe", key, expected, ", ".join(samples), todo)
+
+
+def check_held_out(family: OwnFamily, config: ModelConfig, rows: Samples, layout: Layout) -> None:
+    """Refuse held-out data without a sample that the module's forward asks for, or without a dim that context
+    ranks cut. ``rows``: some of them.
+    """
+    _check_taken(family.on_meta(config), rows, "evaluation")
+    if layout.context > 1:
+        check_dims(rows, getattr(family.loss, "sequence", {}), "evaluation")
 
 
 def needs_memory(model: nn.Module) -> bool:

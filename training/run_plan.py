@@ -29,8 +29,7 @@ from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .optimizer import freeze, groups_of
-from .own_module import OwnFamily, own_family
-from .own_parts import check_held_out, with_parts
+from .own_module import OwnFamily, check_held_out, own_family
 from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
 
@@ -128,8 +127,6 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
-    groups = groups_of(recipe.optimizer.groups, family, config)
-    family = with_parts(family, config, groups)
     family.check_layout(config, layout)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=False)
@@ -137,7 +134,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
-        groups=groups, cut=cut, loss_chunk=0,
+        groups=family.groups, cut=cut, loss_chunk=0,
     )  # fmt: skip
 
 
