@@ -86,7 +86,6 @@ class BatchParts(NamedTuple):
     """
 
     rows: int
-    length: int
     labels: int
     parts: Iterator[Batch]
 

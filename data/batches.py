@@ -200,7 +200,7 @@ class MicroBatches:
             return part_of(step)
         numbers = range(step * self._parts, (step + 1) * self._parts)
         parts = (part_of(number) for number in numbers)
-        return BatchParts(len(self._rows), self._batches.sequence_length, labels_of(step), parts)
+        return BatchParts(len(self._rows), labels_of(step), parts)
 
     def _labels(self, step: int) -> int:
         assert isinstance(self._batches, GlobalBatches)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..data.batch import BatchParts
+from ..data.batch import Batch, BatchParts
 from ..data.batches import GlobalBatches
 from ..data.sample_order import piece_of
 from ..data.token_file import TokenFile
@@ -44,24 +44,20 @@ def held_out_loss(step: Step, held_out: HeldOut) -> float:
     batches, state, size = held_out.batches, step.state, step.micro_batch
     share = piece_of(batches.global_batch, state.data_index, state.layout.data)
 
-    def made(rows: range) -> Any:
+    if not isinstance(step.loss, TokenLoss):
+        rows = batches.rows(0, share)
+        return float(step.evaluate(rows if isinstance(rows, dict) else rows.samples()).loss)
+    assert isinstance(batches, GlobalBatches)
+
+    def part(start: int) -> Batch:
+        rows = range(start, min(start + size, share.stop))
         batch = batches.rows(0, rows)
-        if isinstance(batch, dict):
-            return batch
         beyond = (torch.tensor(rows) >= held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
 
-    if isinstance(step.loss, TokenLoss):
-        assert isinstance(batches, GlobalBatches)
-        counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
-        starts = range(share.start, share.stop, size)
-        parts = (made(range(start, min(start + size, share.stop))) for start in starts)
-        labels = batches.count_labels(0, counted)
-        batch: Any = BatchParts(len(share), batches.sequence_length, labels, parts)
-    else:  # tensors by name
-        rows = made(share)
-        batch = rows if isinstance(rows, dict) else rows.samples()
-    return float(step.evaluate(batch).loss)
+    counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
+    labels, parts = batches.count_labels(0, counted), map(part, range(share.start, share.stop, size))
+    return float(step.evaluate(BatchParts(len(share), labels, parts)).loss)
 
 
 class Evaluation(Callback):
@@ -115,7 +111,6 @@ class Figures:
 
 @dataclass(frozen=True)
 class _Opened(Weights):
-    held_out: HeldOut
     batches: GlobalBatches
 
 
@@ -123,9 +118,10 @@ def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], s
     """Note the figures as ``show`` writes them; the exit code."""
 
     def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
-        model, batches, rows = opened.load(state), opened.batches, opened.held_out.samples
+        model, batches = opened.load(state), opened.batches
+        rows = batches.global_batch
         step = Step(model, TokenLoss(model), micro_batch=question.batch)
-        loss = held_out_loss(step, opened.held_out)
+        loss = held_out_loss(step, HeldOut(batches, rows))
         tokens = batches.count_labels(0, range(rows))
         return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
 
@@ -148,5 +144,4 @@ def _open(question: Question, layout: Layout) -> _Opened:
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
-    batches = batches.resized(rows)
-    return _Opened(**vars(weights), held_out=HeldOut(batches, rows), batches=batches)
+    return _Opened(**vars(weights), batches=batches.resized(rows))

@@ -289,7 +289,7 @@ def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
         with pytest.raises(BadInput, match=rf"step: {loss.__name__}\.{lacks}: expected a method"):
             Step(Sine(), loss(), micro_batch=2)
     with pytest.raises(BadInput, match="batch: expected tensors by name, found BatchParts"):
-        Step(Sine(), squares, micro_batch=2)(BatchParts(4, 4, 4, iter(())))
+        Step(Sine(), squares, micro_batch=2)(BatchParts(4, 4, iter(())))
     with pytest.raises(BadInput, match="micro_batch: expected a multiple of 2"):
         Step(alone(), Preference(ParallelState.alone()), micro_batch=3)
     with pytest.raises(BadInput, match=r"balance: expected 0: .*FunctionLoss\(loss, count"):

@@ -76,7 +76,7 @@ def test_a_part_of_a_batch_is_asked_for_after_the_backward_of_the_one_before():
             seen.append("part")
             yield part
 
-    for batch in (BATCH, BatchParts(4, 8, 32, coming())):
+    for batch in (BATCH, BatchParts(4, 32, coming())):
         model, step, _ = parts()
         model.register_forward_hook(lambda *_: seen.append("forward"))
         model.norm.weight.register_hook(lambda grad: seen.append("backward"))
