@@ -4,11 +4,12 @@ The only position is the step. Everything else follows from (seed, step) and the
 micro-batches are made one by one, ahead in a thread.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -103,55 +104,38 @@ class GlobalBatches(SampleOrder):
         return count
 
 
-class Prefetch(Generic[Made]):
-    """Return ``make(number)`` for ``prefetch(number)``: numbers from ``start`` to ``stop - 1`` in this order.
+@contextmanager
+def prefetched(
+    make: Callable[[int], Made], numbers: range, *, ahead: int, device: torch.device
+) -> Iterator[Iterator[Made]]:
+    """Give an iterator over ``make(number)`` for each of ``numbers``, in this order.
 
     While the caller computes, a thread makes up to ``ahead`` of the next; with 0 there is no thread. What is
     made is a function of its number alone, so it is the same either way. An error of ``make`` reaches the
-    caller at its own number. Leaving the context ends the thread. For a GPU a batch lies in pinned memory, so
-    that the copy does not wait.
+    caller at its own number. Leaving the context ends the thread.
     """
 
-    def __init__(
-        self, make: Callable[[int], Made], start: int, stop: int, *, ahead: int, device: torch.device
-    ) -> None:
-        self._make, self._numbers, self._ahead, self._device = make, iter(range(start, stop)), ahead, device
-        self._coming: deque[tuple[int, Future[Made]]] = deque()
-        self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=self._begin) if ahead else None
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-
-    def __call__(self, number: int) -> Made:
-        if self._thread is None:
-            return self._made(number)
-        # One more than it holds in the end: the one to give now.
-        while len(self._coming) <= self._ahead and (coming := next(self._numbers, None)) is not None:
-            self._coming.append((coming, self._thread.submit(self._made, coming)))
-        made, result = self._coming.popleft()
-        assert made == number, (made, number)
-        return result.result()
-
-    def _made(self, number: int) -> Made:
-        made = self._make(number)
-        if not accelerator.copies_from_pinned(self._device):
-            return made
-        if isinstance(made, Batch):
-            return cast(Made, made.pinned())
-        if isinstance(made, dict):
-            return cast(Made, {name: sample.pin_memory() for name, sample in made.items()})
-        return made
-
-    def _begin(self) -> None:
-        module = accelerator.module_of(self._device)
+    def begin() -> None:
+        module = accelerator.module_of(device)
         if module is not None:  # or pinning would open a context on the first GPU, of every rank
-            module.set_device(self._device)
+            module.set_device(device)
+
+    def in_turn(thread: ThreadPoolExecutor) -> Iterator[Made]:
+        coming = deque[Future[Made]]()
+        for number in numbers:
+            coming.append(thread.submit(make, number))
+            if len(coming) > ahead:  # one more than it holds in the end: the one to give now
+                yield coming.popleft().result()
+        yield from (future.result() for future in coming)
+
+    if not ahead:
+        yield map(make, numbers)
+        return
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=begin)
+    try:
+        yield in_turn(thread)
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 class MicroBatches:
@@ -160,6 +144,7 @@ class MicroBatches:
     A pipeline's schedule takes all micro-batches at once: there the rank's rows are one batch. Each part is
     checked on the host, before it is copied to a device that could only stop with an id beyond
     ``vocab_size``. With ``named`` the rank's rows are tensors by name, for a loss that knows no ``Batch``.
+    For a GPU a batch lies in pinned memory, so that the copy does not wait.
     """
 
     def __init__(
@@ -178,29 +163,29 @@ class MicroBatches:
         self._size, self._parts = size, len(self._rows) // size
 
     @contextmanager
-    def running(self, start: int, stop: int, *, ahead: int) -> Iterator[Callable[[int], Any]]:
-        """Give the function that returns the batch of each step from ``start`` to ``stop - 1``, in order.
+    def running(self, start: int, stop: int, *, ahead: int) -> Iterator[Iterator[Any]]:
+        """Give an iterator over the batches of the steps from ``start`` to ``stop - 1``, in order.
 
         While a step computes, threads make up to ``ahead`` of the next micro-batches, and count the labels of
         as many steps; with 0 there is no thread.
         """
-        count, device = self._parts, self._state.device
+        numbers, device = range(start * self._parts, stop * self._parts), self._state.device
         with (
-            Prefetch(self._part, start * count, stop * count, ahead=ahead, device=device) as part_of,
-            Prefetch(self._labels, start, stop, ahead=ahead, device=device) as labels_of,
+            prefetched(self._part, numbers, ahead=ahead, device=device) as parts,
+            prefetched(self._labels, range(start, stop), ahead=ahead, device=device) as labels,
         ):
-            yield lambda step: self._batch(step, labels_of, part_of)
+            yield (self._batch(parts, labels) for _ in range(start, stop))
 
     def batch(self, step: int) -> Any:
         """Return the batch of any step, whose parts are made by the caller's thread."""
-        return self._batch(step, self._labels, self._part)
+        return self._batch(map(self._part, itertools.count(step * self._parts)), map(self._labels, [step]))
 
-    def _batch(self, step: int, labels_of: Callable[[int], int], part_of: Callable[[int], Any]) -> Any:
+    def _batch(self, parts: Iterator[Any], labels: Iterator[int]) -> Any:
+        """Return the batch of the next step, whose parts are the next ones."""
         if self._at_once:
-            return part_of(step)
-        numbers = range(step * self._parts, (step + 1) * self._parts)
-        parts = (part_of(number) for number in numbers)
-        return BatchParts(len(self._rows), labels_of(step), parts)
+            return next(parts)
+        coming = itertools.islice(parts, self._parts)
+        return BatchParts(len(self._rows), next(labels), coming)
 
     def _labels(self, step: int) -> int:
         assert isinstance(self._batches, GlobalBatches)
@@ -213,5 +198,9 @@ class MicroBatches:
         rows = self._batches.rows(step, range(begin, begin + self._size))
         if isinstance(rows, Batch):
             rows = rows.check_ids(self._vocab_size)
-            return rows.samples() if self._named else rows
-        return rows
+            rows = rows.samples() if self._named else rows
+        if not accelerator.copies_from_pinned(self._state.device):
+            return rows
+        if isinstance(rows, Batch):
+            return rows.pinned()
+        return {name: tensor.pin_memory() for name, tensor in rows.items()}

@@ -108,7 +108,7 @@ class Trainer:
             manual_gc() as collect_garbage,
             self._comparing(),
             self.callbacks.running(self, start),
-            self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batch_of,
+            self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batches,
             self._saver() as saver,
             nullcontext() if self.beat is None else report_error_before_cleanup(self.beat),
         ):
@@ -117,7 +117,7 @@ class Trainer:
                 self.terminal.say(f"nothing left to do: step {start} of {self.recipe.steps} is done{until}")
             for number in range(start, stop):
                 with self.callbacks.around(number), self._timing(number):
-                    batch = self._batch(number, batch_of)
+                    batch = self._batch(number, batches)
                     result = self._gradients(number, batch)
                     updated = self._update(number, result)
                 requests, memory = agree_on_requests(
@@ -138,11 +138,11 @@ class Trainer:
             raise NotTrained(f"step {number + 1}: {error}") from error
         self._seconds = time.perf_counter() - began
 
-    def _batch(self, number: int, batch_of: Callable[[int], Any]) -> Any:
+    def _batch(self, number: int, batches: Iterator[Any]) -> Any:
         """Return a step's batch, with the random numbers and the learning rate of this step set."""
         self.at("step", number + 1)
         torch.manual_seed(random_seed(self.recipe.seed, number, self.state))
-        batch = batch_of(number)
+        batch = next(batches)
         set_learning_rate(self.optimizer, self.schedule.rate(number))
         return batch
 

@@ -16,7 +16,7 @@ from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import batch_at, write_token_file
 from trilith.data import Batch
 from trilith.data.batch import BatchParts
-from trilith.data.batches import GlobalBatches, MicroBatches, Prefetch
+from trilith.data.batches import GlobalBatches, MicroBatches, prefetched
 from trilith.data.sample_order import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
 from trilith.layers import IGNORE
@@ -105,18 +105,18 @@ def test_a_step_reads_the_rows_of_its_first_micro_batch_and_then_of_the_next(
     kinds, kind, step, start, data_size, micro_batch, pipeline, ahead
 ):
     tokens, documents = (*kinds, kinds[0])[kind], "separate" if kind == 3 else "joined"
-    data, read = GlobalBatches(tokens, 7, 12, 5, documents=documents), []
+    data, read = GlobalBatches(tokens, 7, 24, 5, documents=documents), []
     for rows in data._rows:
         rows.fill = lambda *place, fill=rows.fill: (read.append(1), fill(*place))[1]
     for index in range(data_size):
         layout = Layout.of(data=data_size, pipeline=pipeline)
         state = SimpleNamespace(layout=layout, data_index=index, device=CPU)
         micro = MicroBatches(data, cast(Any, state), micro_batch=micro_batch, vocab_size=70_000)
-        each = 12 // data_size if pipeline > 1 else micro_batch
-        with micro.running(step + start, step + 5, ahead=ahead) as batch_of:
+        each = 24 // data_size if pipeline > 1 else micro_batch
+        with micro.running(step + start, step + 5, ahead=ahead) as batches:
             for number in range(step + start, step + 5):
                 before = len(read)
-                batch = batch_of(number)
+                batch = next(batches)
                 made = [batch if isinstance(batch, Batch) else next(batch.parts)]
                 if not ahead:
                     assert len(read) - before == each
@@ -137,7 +137,7 @@ def test_a_step_reads_the_rows_of_its_first_micro_batch_and_then_of_the_next(
 def test_the_largest_batch_begins_as_fast_as_any(make):
     data, state = (
         GlobalBatches(make("a", 100), 8, MOST_ROWS, seed=0),
-        SimpleNamespace(layout=Layout(), data_index=0),
+        SimpleNamespace(layout=Layout(), data_index=0, device=CPU),
     )
     batch = MicroBatches(data, cast(Any, state), micro_batch=2, vocab_size=70_000).batch(3)
     assert isinstance(batch, BatchParts) and batch.rows == MOST_ROWS and batch.labels == 8 * MOST_ROWS
@@ -198,8 +198,8 @@ def threads():
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 50])
 def test_every_step_gets_its_batch(ahead):
-    with Prefetch(numbered, 4, 20, ahead=ahead, device=CPU) as batch_of:
-        assert [int(batch_of(step).input_ids) for step in range(4, 20)] == list(range(4, 20))
+    with prefetched(numbered, range(4, 20), ahead=ahead, device=CPU) as batches:
+        assert [int(batch.input_ids) for batch in batches] == list(range(4, 20))
         assert bool(threads()) == bool(ahead)
     assert not threads()
 
@@ -211,8 +211,8 @@ def test_batches_are_made_while_the_caller_computes_and_no_further_than_asked():
         made.append(step)
         return numbered(step)
 
-    with Prefetch(make, 0, 100, ahead=3, device=CPU) as batch_of:
-        batch_of(0)
+    with prefetched(make, range(100), ahead=3, device=CPU) as batches:
+        next(batches)
         deadline = time.monotonic() + 30
         while len(made) < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -226,10 +226,10 @@ def test_an_error_reaches_the_loop_at_its_step_and_ends_the_thread():
             raise BadInput("tokens", found="damage")
         return numbered(step)
 
-    with Prefetch(make, 0, 10, ahead=5, device=CPU) as batch_of:
-        assert [int(batch_of(step).input_ids) for step in (0, 1)] == [0, 1]
+    with prefetched(make, range(10), ahead=5, device=CPU) as batches:
+        assert [int(next(batches).input_ids) for _ in range(2)] == [0, 1]
         with pytest.raises(BadInput, match="damage"):
-            batch_of(2)
+            next(batches)
     assert not threads()
 
 
