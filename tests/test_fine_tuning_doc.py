@@ -13,7 +13,7 @@ from support.pages import Page
 from torch.nn import functional as F
 from trilith.checkpoints import convert, load
 from trilith.cli.app import run
-from trilith.cli.shared.quickstart import standard_library
+from trilith.cli.quickstart import standard_library
 from trilith.data import TokenFile
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import gather_logits

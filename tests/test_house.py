@@ -76,7 +76,7 @@ READERS = {
     "runs/flight_recorder.py": "torch's own texts, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
-    "cli/shared/quickstart.py": "Python's own sources",
+    "cli/quickstart.py": "Python's own sources",
     "generation/request.py": "a line that this command has written",
 }
 

@@ -13,8 +13,8 @@ from support.forked_launch import launch_forked
 from support.refusals import Refused, refusals
 from support.short_runs import write_short_recipe
 from trilith.cli.app import run
+from trilith.cli.quickstart import Check, Quickstart
 from trilith.cli.shared.parity import observe_alone
-from trilith.cli.shared.quickstart import Check, Quickstart
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
