@@ -6,7 +6,7 @@ import typer
 
 from ..system import BadInput
 from .shared.options import IMPLEMENTATION, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed, schedule_names
-from .shared.parameters import As, Count, MaybeCount, Place, Range
+from .shared.parameters import As, Count, MaybeCount, Place, Range, from_options
 from .shared.say import say
 
 
@@ -65,17 +65,15 @@ def parity(
     except ValidationError as error:
         raise from_validation("parity", error, spelled=_option) from None
     layout = section.layout
-    question = Question(
-        str(folder),
-        layout,
+    question = from_options(
+        Question,
+        options,
+        layout=layout,
         split=None if section.split is None else tuple(section.split),
         schedule=kind.name,
         dtype=dtype_named(dtype, "parity", "--dtype"),
         samples=samples or layout.data * max(2, kind.least_micro_batches(pipeline)),
         length=sequence_length,
-        seed=seed,
-        device=device,
-        implementation=implementation,
     )
     if question.dtype not in TOLERANCES:
         known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in TOLERANCES)

@@ -166,14 +166,19 @@ def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         require(equals and key, "override", override, "key=value, such as data.global_batch=64")
-        *names, last = key.strip().split(".")
-        require(len(names) < DEEPEST, "override", f"{key[:40]}…", f"at most {DEEPEST} levels", "more")
-        section = raw
-        for name in names:
-            section = section.setdefault(name, {})
-            require(isinstance(section, dict), "override", key, "a section", f"{name}={literal(section)}")
-        section[last] = _value(text.strip(), key)
+        set_key(raw, key, _value(text.strip(), key))
     return raw
+
+
+def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key, dotted as in ``section.key``, in a recipe's plain data; make the sections that it lacks."""
+    *names, last = key.strip().split(".")
+    require(len(names) < DEEPEST, "override", f"{key[:40]}…", f"at most {DEEPEST} levels", "more")
+    section = raw
+    for name in names:
+        section = section.setdefault(name, {})
+        require(isinstance(section, dict), "override", key, "a section", f"{name}={literal(section)}")
+    section[last] = value
 
 
 def _value(text: str, key: str) -> Any:

@@ -146,7 +146,7 @@ def test_the_figures_of_conversion_and_training_are_those_of_their_tables():
 
 
 def test_the_readme_shows_what_quickstart_prints_and_how_far_predictions_were():
-    quickstart = (ROOT / "cli" / "shared" / "quickstart.py").read_text()
+    quickstart = (ROOT / "cli" / "quickstart.py").read_text()
     name, figure = re.search(r"checks such as `(.+?)`: `(.+?)`", PAGE.text).groups()
     assert f'"{name}"' in quickstart and re.fullmatch(r"\d\.\de-\d\d apart over 100 steps", figure)
     (readme,) = re.findall(r"published steps took (\S+) times as long in the median", PAGE.text)

@@ -177,17 +177,14 @@ def tokenize(
 ) -> TokenFile:
     """Tokenize ``inputs``, in order, into the token file ``out``, which must not exist.
 
-    ``.jsonl`` holds one object a line with the text in ``json_key``, ``.parquet`` and the folder of a Hugging
-    Face data set have it as a column; any other file is UTF-8 text and one document, or with
-    ``split_paragraphs`` one document for each paragraph between blank lines. ``.gz`` and ``.zst`` are
-    unpacked on the way. Empty documents are left out. ``append_eos`` ends each document with the tokenizer's
-    end of sequence; ``bos`` begins each with its begin of sequence (None: where the tokenizer's own files ask
-    for it, as they then do for a prompt). ``workers`` is the number of processes (default: as many as there
-    are cores and work for). With ``megatron``, ``<out>.idx`` lets Megatron read the same ``<out>.bin``.
-    ``on_progress`` is called with (bytes of the inputs read, tokens written).
+    The options of ``trilith tokenize`` say what the keywords do. A file that is no ``.jsonl``, ``.parquet``
+    or folder of a Hugging Face data set is UTF-8 text. Empty documents are left out. ``bos`` of ``None``: a
+    begin of sequence where the tokenizer's own files ask for it, as they then do for a prompt. ``workers`` of
+    ``None``: as many as there are cores and work for. ``on_progress`` is called with (bytes of the inputs
+    read, tokens written).
 
-    With ``chat`` each record is a conversation (see ``chat_formats``), written out by the chat template, and
-    only the assistant's tokens are to be learnt. Samples without any are left out; the index counts them.
+    With ``chat`` (see ``chat_formats``) samples of which nothing is learnt are left out; the index counts
+    them.
 
     Killed or interrupted, the same call goes on where it was. ``BadInput`` names the file and line; nothing
     is left behind then. ``PeerFailed`` where a worker died.

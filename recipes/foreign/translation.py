@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_toml
-from ..recipe import Recipe, parse_recipe
+from ..recipe import Recipe, parse_recipe, set_key
 from ..recipe_text import Blank, comment, commented_recipe
 from ..section import LossScaleSection
 
@@ -119,11 +119,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of dotted keys."""
     raw: dict[str, Any] = {}
     for key, value in values.items():
-        *names, last = key.split(".")
-        section = raw
-        for name in names:
-            section = section.setdefault(name, {})
-        section[last] = value
+        set_key(raw, key, value)
     return raw
 
 
