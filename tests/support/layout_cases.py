@@ -11,7 +11,6 @@ process on the CPU; the other questions are about the CPU.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import re
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from trilith.checkpoints import load, save
 from trilith.data import Batch
-from trilith.parallel_state import BadInput, Box, Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state import BadInput, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state import state as state_module
 from trilith.parallel_state.engine import local_data
 from trilith.parallel_state.process_groups import new_group
@@ -39,7 +38,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.rank import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
-from trilith.testing.layouts import Pieces, pieces, roughen
+from trilith.testing.layouts import Pieces, assemble, pieces, roughen
 from trilith.testing.operators import Operators
 from trilith.training import run_plan
 
@@ -64,8 +63,6 @@ DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")
 NEAR = 0.02
 #: How far it may be from the peak of the same step on the simulated device with a CPU's operators.
 EXACT = 0.001
-#: A rank's part of each parameter: its numbers if the rank owns them, or else the digest of its copy.
-Shares = dict[str, tuple[Box, Tensor | bytes]]
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,9 @@ class RankRecord:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: Shares = field(default_factory=dict)
-    initial: Shares = field(default_factory=dict)
-    parameters: Shares = field(default_factory=dict)
+    gradients: Pieces = field(default_factory=dict)
+    initial: Pieces = field(default_factory=dict)
+    parameters: Pieces = field(default_factory=dict)
     sent: Totals = field(default_factory=dict)
     #: The elements of parameters, gradients and moments; the least peak over the plan.
     counted: tuple[int, int, int] = (0, 0, 0)
@@ -158,7 +155,7 @@ class RankRecord:
     peak: int = 0
     #: Names of parameters that differ in a bit after resuming, if it resumed; those in the other layout.
     resumed: list[str] | None = None
-    elsewhere: Shares = field(default_factory=dict)
+    elsewhere: Pieces = field(default_factory=dict)
 
 
 @dataclass
@@ -244,7 +241,7 @@ class _Run:
         self.live = LiveBytes()
         with self._holding():
             self.parts = _started(self.case, self.state)
-        self.record.initial = self._shares(whole=False)
+        self.record.initial = self._pieces()
         batches = [rank_batch(self.case, number, self.state) for number in range(4)]
         if self.trains or self.case.layout.pipeline > 1:
             self._first_step(batches[0])
@@ -258,7 +255,7 @@ class _Run:
                 self._count()
             self._update(result.loss)
         self.record.sent = sent_in(operators, self.state)
-        self.record.parameters = self._shares()
+        self.record.parameters = self._pieces()
         if row.holds:
             self._measure(batches[2:])
         if row.resumes is not None:
@@ -269,17 +266,17 @@ class _Run:
             result = self.parts.step.launch(batch)
         if self.trains:
             self.parts.step.refuse(result)  # sends for itself; a run leaves it to its next step
-        self.record.gradients = self._shares(gradients=True)
+        self.record.gradients = self._pieces(gradients=True)
         with self._holding():
             self._update(result.loss)
 
     def _holding(self) -> Any:
         return self.live if self.row.holds else nullcontext()
 
-    def _shares(self, *, gradients: bool = False, whole: bool = True) -> Shares:
+    def _pieces(self, *, gradients: bool = False) -> Pieces:
         if self.row.tolerance is None and self.row.resumes is None:
             return {}
-        return shares_of(pieces(self.parts.model, self.state, gradients=gradients), whole=whole)
+        return pieces(self.parts.model, self.state, gradients=gradients)
 
     def _update(self, loss: Tensor) -> None:
         model, record = self.parts.model, self.record
@@ -328,7 +325,7 @@ class _Run:
         assert before.keys() == after.keys()
         self.record.resumed = [name for name in before if not torch.equal(before[name][2], after[name][2])]
         other = replace(self.case, layout=layout, split=None, schedule="1f1b")
-        self.record.elsewhere = shares_of(_second_step(other, folder))
+        self.record.elsewhere = _second_step(other, folder)
 
 
 def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
@@ -359,41 +356,7 @@ def sent_in(operators: Operators, state: ParallelState) -> Totals:
     return {key: counted for key, counted in totals.items() if key[0] != "expert"}
 
 
-def shares_of(held: Pieces, *, whole: bool = True) -> Shares:
-    """Return what a rank tells of its pieces: ``whole``, what it owns as it is; of the rest only digests."""
-    every = held.items()
-    return {name: (box, one if owner and whole else digest(one)) for name, (box, owner, one) in every}
-
-
-def digest(tensor: Tensor) -> bytes:
-    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).numpy().data).digest()
-
-
 # In the tests' process -------------------------------------------------------------------------------------
-
-
-def assembled(ranks: Sequence[Shares]) -> dict[str, Tensor]:
-    """Return whole tensors. Each element is owned once; every copy equals it bit for bit."""
-    whole: dict[str, Tensor] = {}
-    for name in sorted({name for rank in ranks for name in rank}):
-        shares = [rank[name] for rank in ranks if name in rank]
-        owned = [(box, share) for box, share in shares if isinstance(share, Tensor)]
-        assert owned, f"{name}: no rank owns it"
-        shape = tuple(max(box.stop[dim] for box, _ in shares) for dim in range(owned[0][1].ndim))
-        whole[name] = torch.full(shape, float("nan"), dtype=owned[0][1].dtype)
-        counts = torch.zeros(shape, dtype=torch.int32)
-        for box, tensor in owned:
-            whole[name][box.slices] = tensor
-            counts[box.slices] += 1
-        assert bool((counts == 1).all()), f"{name}: not every element has exactly one owner"
-        _check_copies(name, whole[name], [one for one in shares if isinstance(one[1], bytes)])
-    return whole
-
-
-def _check_copies(name: str, whole: Tensor, shares: Iterable[tuple[Box, Tensor | bytes]]) -> None:
-    for box, share in shares:
-        copy = digest(share) if isinstance(share, Tensor) else share
-        assert digest(whole[box.slices]) == copy, f"{name}: a copy differs at {box}"
 
 
 def alone(case: Case) -> Case:
@@ -606,18 +569,18 @@ def _on_device(row: Row) -> Row:
 def compared(row: Row, whole: Outcome | None, ranks: list[RankRecord]) -> Record:
     """Compare what the ranks trained with one device, and drop the tensors."""
     differences: list[tuple[str, float]] = []
-    parameters = assembled([rank.parameters for rank in ranks])
+    parameters = assemble([rank.parameters for rank in ranks])
     if whole is not None:
         assert min(whole.norms) > 2 * row.case.clip, "the clipping does not bite, so it is not tested"
         for rank in ranks:
             assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), "ranks disagree"
-            for name, share in rank.initial.items():
+            for name, (box, _, initial) in rank.initial.items():
                 assert name in whole.initial, f"{name}: one device does not have it"
-                _check_copies(f"initial {name}", whole.initial[name], [share])
-        gradients = assembled([rank.gradients for rank in ranks])
+                assert torch.equal(whole.initial[name][box.slices], initial), f"initial {name} differs"
+        gradients = assemble([rank.gradients for rank in ranks])
         trained = Outcome(ranks[0].losses, ranks[0].norms, gradients, {}, parameters)
         differences = [*relative_differences(replace(whole, initial={}), trained)]
-    elsewhere = assembled([rank.elsewhere for rank in ranks])
+    elsewhere = assemble([rank.elsewhere for rank in ranks])
     record = Record(differences, ranks, [])
     for name, tensor in elsewhere.items():
         difference = float((tensor - parameters[name]).abs().max()) / float(tensor.abs().max())

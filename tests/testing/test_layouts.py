@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from support.layout_cases import assembled, digest
 from support.shared_gpu import STAGED
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.parallel_state import Box
@@ -61,14 +60,6 @@ def test_pieces_are_put_together_if_each_element_is_owned_once_and_copies_are_eq
     ):
         with pytest.raises(AssertionError, match=says):
             assemble([*ranks[:2], {"a": wrong}])
-
-
-def test_shares_of_rows_are_put_together_alike_though_copies_come_as_digests():
-    whole, box, half = torch.arange(4.0), Box.whole((4,)), Box((0,), (2,))
-    assert torch.equal(assembled([{"w": (box, whole)}, {"w": (half, digest(whole[:2]))}])["w"], whole)
-    for wrong, says in ((digest(whole[:2] + 1), "a copy differs"), (whole[:2], "exactly one owner")):
-        with pytest.raises(AssertionError, match=says):
-            assembled([{"w": (box, whole)}, {"w": (half, wrong)}])
 
 
 class ThroughHost(TorchDispatchMode):
