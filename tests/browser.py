@@ -49,6 +49,19 @@ class Browser:
                 return dict(answer["result"])
             self.events.append(answer)
 
+    def evaluate(self, expression, **how):
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, **how)
+        return found["result"].get("value")
+
+    def complaints(self, is_own, kinds):
+        """Yield what was fetched that is not the page's own, and what was complained about."""
+        for event in self.events:
+            url = event.get("params", {}).get("request", {}).get("url", "")
+            if event.get("method") == "Network.requestWillBeSent" and not is_own(url):
+                yield f"fetched {url}"
+            if event.get("method") in kinds:
+                yield f"complained: {event['params']}"
+
     def wait(self, method):
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._next())
@@ -90,8 +103,9 @@ def chromium():
             process.wait()
 
 
-def look(page, screen, scheme, picture):
-    """Return everything that is wrong with the page on this screen."""
+@contextmanager
+def opened(uri, screen, scheme):
+    """Open a page on this screen, in a browser of its own."""
     with chromium() as browser:
         width, height = SCREENS[screen]
         for domain in ("Network", "Log", "Runtime", "Page"):
@@ -100,23 +114,23 @@ def look(page, screen, scheme, picture):
         browser.call("Emulation.setDeviceMetricsOverride", **screen_is)
         wanted = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.call("Emulation.setEmulatedMedia", features=wanted)
-        browser.call("Page.navigate", url=page.as_uri())
+        browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        browser.call("Page.navigate", url=uri)
         browser.wait("Page.loadEventFired")
-        found = browser.call("Runtime.evaluate", expression=LOOK, returnByValue=True)
-        wrong = [str(one) for one in found["result"]["value"]]
-        colour = "getComputedStyle(document.body).backgroundColor"
-        ground = browser.call("Runtime.evaluate", expression=colour)
-        if (ground["result"]["value"] == "rgb(255, 255, 255)") != (scheme == "light"):
-            wrong.append(f"{scheme} is {ground['result']['value']}")
+        yield browser
+
+
+def look(page, screen, scheme, picture):
+    """Return everything that is wrong with the page on this screen."""
+    with opened(page.as_uri(), screen, scheme) as browser:
+        wrong = [*map(str, browser.evaluate(LOOK))]
+        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        if (ground == "rgb(255, 255, 255)") != (scheme == "light"):
+            wrong.append(f"{scheme} is {ground}")
         shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True)
         picture.write_bytes(base64.b64decode(shot["data"]))
-        for event in browser.events:
-            if event.get("method") == "Network.requestWillBeSent":
-                url = event["params"]["request"]["url"]
-                if url != page.as_uri() and not url.startswith("data:"):
-                    wrong.append(f"fetched {url}")
-            if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown"):
-                wrong.append(f"complained: {event['params']}")
+        kinds = "Log.entryAdded", "Runtime.exceptionThrown"
+        wrong += browser.complaints(lambda url: url == page.as_uri() or url.startswith("data:"), kinds)
     return wrong
 
 

@@ -15,7 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
-from browser import SCREENS, chromium
+from browser import SCREENS, opened
 
 SITE = Path(__file__).resolve().parents[1] / "build" / "site"
 #: Pages that are looked at: the home page, a tutorial, wide tables, pictures, and names.
@@ -102,36 +102,17 @@ SEARCH = """new Promise(done => {
 
 def look(name, screen, scheme, picture):
     """Return what is wrong with a page on a screen, and what a search finds there."""
-    with chromium() as browser:
-        width, height = SCREENS[screen]
-        for domain in ("Network", "Log", "Runtime", "Page"):
-            browser.call(f"{domain}.enable")
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
-        browser.call("Emulation.setDeviceMetricsOverride", **size)
-        browser.call(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
-        browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
-        browser.call("Page.navigate", url=(SITE / f"{name}.html").as_uri())
-        browser.wait("Page.loadEventFired")
-        wrong = browser.call("Runtime.evaluate", expression=LOOK, returnByValue=True)["result"]["value"]
+    with opened((SITE / f"{name}.html").as_uri(), screen, scheme) as browser:
+        wrong = browser.evaluate(LOOK)
         shot = browser.call("Page.captureScreenshot")
         picture.write_bytes(base64.b64decode(shot["data"]))
-        ground = "getComputedStyle(document.body).getPropertyValue('--md-default-bg-color')"
-        color = browser.call("Runtime.evaluate", expression=ground)["result"]["value"]
+        color = browser.evaluate("getComputedStyle(document.body).getPropertyValue('--md-default-bg-color')")
         if (color.strip() in ("#fff", "white", "hsla(0, 0%, 100%, 1)")) != (scheme == "light"):
             wrong.append(f"{scheme} is {color}")
-        hits = browser.call("Runtime.evaluate", expression=SEARCH, awaitPromise=True, returnByValue=True)
-        if not hits["result"].get("value"):
+        if not browser.evaluate(SEARCH, awaitPromise=True):
             wrong.append("a search finds nothing")
-        for event in browser.events:
-            url = event.get("params", {}).get("request", {}).get("url", "")
-            if event.get("method") == "Network.requestWillBeSent" and not url.startswith(
-                ("file:", "data:", "blob:")
-            ):
-                wrong.append(f"fetched {url}")
-            if event.get("method") == "Runtime.exceptionThrown":
-                wrong.append(f"complained: {event['params']['exceptionDetails'].get('text')}")
+        own = "file:", "data:", "blob:"
+        wrong += browser.complaints(lambda url: url.startswith(own), ("Runtime.exceptionThrown",))
     return wrong
 
 

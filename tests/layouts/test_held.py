@@ -98,6 +98,8 @@ TABLE = [
     *OF_ARRAY,
     *WRONG,
     held("replicas", "llama", "dp2-zero0", asks=SLOW),
+    held("replicas of shards", "llama", "dp4-zero2-copies2", bf16=True, micro_batch=1),
+    held("shards on the host", "llama", "dp2-zero3", bf16=True, micro_batch=1, offload=True),
     held("recurrence and experts", "granitemoehybrid", "dp2-zero1", asks=SLOW),
     held("latent attention", "deepseek_v3", "dp2-zero3", asks=SLOW),
     held("a padded vocabulary", "three", "tp3"),

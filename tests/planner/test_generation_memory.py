@@ -1,21 +1,17 @@
-"""What ranks really hold in generation, and between micro-batches, against the plan; on the CPU."""
+"""What ranks really hold in generation, against the plan; on the CPU."""
 
 import gc
 
 import pytest
 import torch
-from support.configs import MODELS, config
+from support.configs import MODELS
 from support.families import family_and_config
-from trilith.data import Batch
 from trilith.generation import generate
 from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize, local
-from trilith.planner import Work, plan_memory
 from trilith.planner.search.generation_layouts import GenerationMemory, generation_memory, rows_that_fit
 from trilith.testing import LiveBytes, run_parallel
-from trilith.training import Precision, Step, TokenLoss, make_adamw, shard_over_data
-from trilith.training import step as steps
 
 #: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.
 NAMES = ("gemma3_text", "deepseek_v3", "qwen3_next", "granitemoehybrid")
@@ -91,48 +87,3 @@ def test_the_cache_of_llama_8b_is_the_textbooks():
     family = family_of(size)
     (plan,) = generation_memory(family, family.from_hf(size), Layout(), torch.bfloat16, rows=4, length=1000)
     assert plan.cache == 4 * 1000 * 2 * 32 * 8 * 128 * 2
-
-
-LLAMA = config("held/llama", hidden_size=128, intermediate_size=352, num_key_value_heads=4)
-
-
-def held_between_micro_batches(layout, offload):
-    """Return the bytes alive in the second step after its first backward, in bf16, over those planned."""
-    state = ParallelState.start(layout)
-    family = family_of(LLAMA)
-    model = family.build(family.from_hf(LLAMA), state=state)
-    work = Work(state, 128, 8, 1, 2, compute=2, offload=offload)
-    plan, seen = plan_memory(work, model), []
-    shard_over_data(model, state, Precision(torch.float32, torch.bfloat16, torch.float32), offload=offload)
-    gc.collect()
-    before = steps.before_backward
-
-    def noted(*arguments, **named):
-        if len(seen) == 3:
-            gc.collect()
-        seen.append(memory.now)
-        before(*arguments, **named)
-
-    ids = torch.randint(500, (2, 8))
-    with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
-        patch.setattr(steps, "before_backward", noted)
-        model.to_empty(device="cpu")
-        initialize(model, 0, state=state)
-        optimizer = make_adamw(model, lr=1e-3)
-        step = Step(model, TokenLoss(model), micro_batch=1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(Batch(ids, ids))
-            optimizer.step()
-    assert len(seen) == 4
-    return seen[3] / (plan.weights + plan.gathered + plan.gradients + plan.moments + plan.host)
-
-
-@pytest.mark.parametrize(
-    ("layout", "offload"),
-    [(Layout.of(data=2, zero=3), True), (Layout.of(data=4, zero=2, data_replicate=2), False)],
-    ids=["offload", "replicas"],
-)
-def test_between_micro_batches_a_rank_holds_what_is_planned(layout, offload):
-    for found in run_parallel(held_between_micro_batches, layout.world, layout, offload, timeout=200):
-        assert found == pytest.approx(1, rel=0.05)

@@ -7,31 +7,8 @@ from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble
 from trilith.planner import Work, plan_memory
-from trilith.planner.communication import ring_wire_bytes
 
 GB = 1e9
-
-
-def gigabytes(parameters, ranks, zero, optimizer):
-    sizes = {"parameters": parameters, "optimizer_bytes": optimizer}
-    rank = values("memory", zero=zero, data=ranks, **sizes)
-    total = values("zero", ranks=ranks, **sizes)[f"zero_{zero}"]
-    parts = rank["weights"], rank["gradients"], rank["optimizer"], total
-    return tuple(round(size / GB, 6) for size in parts)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "ranks", "zero", "optimizer", "expected"),
-    [
-        *(("7B", 4, zero, 12, expected) for zero, expected in (
-            (0, (14, 14, 84, 112)), (1, (14, 14, 21, 49)), (2, (14, 3.5, 21, 38.5)), (3, (3.5, 3.5, 21, 28)),
-        )),
-        # The textbook counts 8 bytes of moments and no fp32 weights.
-        ("70B", 8, 0, 8, (140, 140, 560, 840)), ("70B", 8, 3, 8, (17.5, 17.5, 70, 105)),
-    ],
-)  # fmt: skip
-def test_7b_and_70b_in_zero_stages(parameters, ranks, zero, optimizer, expected):
-    assert gigabytes(parameters, ranks, zero, optimizer) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,18 +42,6 @@ def test_the_bubble_of_4_stages(micro_batches, percent):
 )
 def test_the_efficiency_of_32_stages(micro_batches, percent):
     assert round(100 * (1 - bubble("1f1b", Layout(pipeline=32), micro_batches)), 1) == percent
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rate", "seconds"), [(1024, 900, 0.31), (1024, 50, 5.6), (256, 12.5, 22.3)]
-)
-def test_a_ring_all_reduce_of_70b_in_fp16_sends_280_gb(ranks, rate, seconds):
-    """280 GB is twice the tensor, which a ring of many ranks approaches from below."""
-    tensor = 70e9 * 2
-    assert round(ring_wire_bytes("all_reduce", tensor, 1024) / GB) == 280
-    assert ring_wire_bytes("all_reduce", tensor, 8) == 245 * GB
-    ring = values("allreduce", parameters="70B", ranks=ranks, bandwidth=rate * GB)
-    assert ring["ring_time"] == pytest.approx(seconds, rel=0.005)
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
