@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import trilith
 from commands_page import reference as reference_of_commands
 from recipe_page import SECTIONS, with_tables
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.families import transformers_model
+from support.models_page import COLUMNS, NOT_MEASURED, cells_of, page
 from support.pages import (
     ROOT,
     Page,
@@ -34,7 +36,7 @@ from trilith.cli.shared.options import FORMER_COMMANDS
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
-from trilith.models import LoraConfig, adapted
+from trilith.models import FAMILIES, LoraConfig, adapted
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
@@ -412,3 +414,21 @@ def test_the_container_runs_as_a_user_of_its_own():
     user = lines.index("USER trainer")
     assert not any(line.startswith("USER") for line in lines[user + 1 :])
     assert any(line.startswith("RUN pip install") for line in lines[user:])
+
+
+PAGE = Path(trilith.__path__[0]) / "docs" / "models.md"
+NUMBER = re.compile(r"0|\d{1,3}|\de-\d\d")
+
+
+def test_the_page_has_a_row_for_every_family_and_a_cell_for_every_axis():
+    cells = cells_of(PAGE.read_text())
+    assert PAGE.read_text() == page(cells), (
+        "run `make models FAMILY=...` of a new family, or `python -m support.models_page`"
+    )
+    assert [*cells] == [*FAMILIES]
+    for family, row in cells.items():
+        assert [*row] == [*COLUMNS]
+        assert [
+            one for one in row.values() if one not in ("-", NOT_MEASURED) and not NUMBER.fullmatch(one)
+        ] == []
+        assert row["compile"] != "-", family

@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from copy import deepcopy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from support.nightly import some
 from support.refusals import Refused, refusals
 from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.layers import RMSNorm, routers
-from trilith.models import FAMILIES, family_of
-from trilith.models.base.keys import DENIED
+from trilith.models import FAMILIES, LlamaConfig, family_of
+from trilith.models.base import keys
+from trilith.models.base.keys import DENIED, Fixed
 from trilith.parallel_state import BadInput
 
 LLAMA, GPT2, MISTRAL, QWEN2, QWEN3 = (KEYS[name] for name in ("llama", "gpt2", "mistral", "qwen2", "qwen3"))
@@ -342,3 +344,52 @@ def test_no_code_of_a_checkpoint_runs_D25():
         read(LLAMA, {"auto_map": {"AutoModel": "modeling_evil.Model"}})
     active = False
     assert watched == []
+
+
+OF_LLAMA = KEYS["llama"] | {"rope_theta": 2e4}
+
+
+class Parent(LlamaConfig):
+    """Fix two keys, and give two fields keys of the family's own."""
+
+    FIXED: ClassVar[Fixed] = {"first": (True,), "second": (1,)}
+
+    hidden_act: str = keys.key("activation", default="silu")
+    rope_theta: float = keys.key("base", "rope_theta", default=1e4)
+    span: int | None = 7
+    kinds: tuple[str, ...] = ()
+
+
+class Child(Parent):
+    """Make one of the fixed keys a field, fix a field, and state one field anew."""
+
+    FIXED: ClassVar[Fixed] = {"rope_theta": (2e4,)}
+
+    second: int = 2
+    hidden_act: str = "gelu"
+
+
+def test_keys_are_inherited_one_by_one_and_a_field_takes_its_key_off_the_fixed_ones():
+    assert Child.HARMLESS == LlamaConfig.HARMLESS | {"first": (True,), "rope_theta": (2e4,)}
+    assert {"hidden_act"} == Child.NOT_KEYS
+    child = Child.from_hf({**OF_LLAMA, "second": 3, "activation": "relu"})
+    assert (child.second, child.hidden_act) == (3, "relu")
+    with pytest.raises(BadInput, match=r"first: expected true: this family has no other, found false"):
+        Child.from_hf({**OF_LLAMA, "first": False})
+
+
+def test_all_keys_of_a_field_are_read_and_the_first_is_written():
+    assert Parent.from_hf(OF_LLAMA).rope_theta == Parent.from_hf(OF_LLAMA | {"base": 2e4}).rope_theta == 2e4
+    with pytest.raises(BadInput, match=r"base: expected 20000\.0, as rope_theta has under its other name"):
+        Parent.from_hf(OF_LLAMA | {"base": 3e4})
+    with pytest.raises(BadInput, match=r"activation: expected one of .*, found 'x'"):
+        Parent.from_hf(OF_LLAMA | {"activation": "x"})
+    written = Parent.from_hf(OF_LLAMA).to_hf()
+    assert (written["base"], written["activation"]) == (2e4, "silu")
+    assert not {"rope_theta", "hidden_act"} & written.keys()
+
+
+def test_null_is_a_value_where_the_type_has_none_and_else_as_if_absent():
+    child = Parent.from_hf(OF_LLAMA | {"span": None, "kinds": None, "activation": None})
+    assert (child.span, child.kinds, child.hidden_act) == (None, (), "silu")
+    assert Parent.from_hf(OF_LLAMA | {"kinds": ["a"]}).kinds == ("a",)

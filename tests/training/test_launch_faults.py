@@ -128,14 +128,6 @@ def test_a_master_that_does_not_answer_is_one_line_on_each_rank_and_one_that_doe
     assert run.steps_saved == [2] * (master == "good")
 
 
-@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_never_starts_is_named_E19(make, absent):
-    arguments = [[str(make(2).recipe), "--quiet", "timeout=1"]] * 2
-    arguments[absent] = []
-    code = started(*arguments)[1 - absent]
-    assert code == 3 and f"rank {absent} missing" in code.output, code.output
-
-
 def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make):
     run = make(2)
     codes = run.ranks("layout.data=3", "data.global_batch=6", world=2)

@@ -139,18 +139,6 @@ def check_all_train(processes):
     assert [process.returncode for process in processes] == [0] * len(processes), output
 
 
-@pytest.mark.slow
-def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
-    """The command is that of the TrainJob, and each pod has exactly the variables that the plugin sets."""
-    run = make(2)
-    folder, port = Path(sys.executable).parent, free_port()
-    words = [str(folder / "torchrun"), "--no-python", str(folder / "trilith"), "train", str(run.recipe)]
-    pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "localhost"}
-    pods["PET_MASTER_PORT"] = str(port)
-    check_all_train([start(words, PET_NODE_RANK=str(number), **pods) for number in range(2)])
-    assert run.steps_saved == [2]
-
-
 AGENTS = 2
 TWO_HOSTS = command("torchrun --nnodes")
 
