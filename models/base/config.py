@@ -104,7 +104,7 @@ class ModelConfig(BaseModel):
                 expected = f"{' or '.join(map(literal, legal)) or 'absent'}: this family has no other"
                 raise BadInput(where, key, expected=expected, found=literal(value), todo=OTHER_WAY)
         raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
-        fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
+        fields = cls._values(cls.prepare(cls._by_field(raw, where), where), where)
         for key in cls.unknown_keys(raw):
             if key not in DENIED:
                 unknown = f"{visible(key[:80])}={literal(raw[key])}"
@@ -150,11 +150,19 @@ class ModelConfig(BaseModel):
         return fields
 
     @classmethod
-    def _values(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what stands for a field: no null but where its type has ``None``, and no list."""
+    def _values(cls, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return what stands for a field: no null but where its type has ``None``, and no list.
+
+        ``BadInput`` for a null that is no default of ours, because transformers takes it for false.
+        """
         values = {}
         for name, field in cls.model_fields.items():
             value = fields.get(name)
+            if name in fields and value is None and field.default is True:
+                todo = (
+                    "It may mean either: transformers takes it for false, and a file without the key for true"
+                )
+                raise BadInput(where, cls.spelled(name), expected="true or false", found="null", todo=todo)
             if isinstance(value, list) and get_origin(field.annotation) is tuple:
                 value = tuple(value)
             if value is not None or (name in fields and NoneType in get_args(field.annotation)):

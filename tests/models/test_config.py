@@ -135,6 +135,8 @@ REFUSED = [
     *(llama(f"D27-{x}", "initializer_range", {"initializer_range": x}) for x in (NAN, INF, -1, "0.02")),
     *(llama(f"dtype-{value}", "torch_dtype", {"torch_dtype": value}) for value in ("float4", "int8", 16)),
     of(config("granitemoehybrid"), "chunk", "mamba_chunk_size", {"mamba_chunk_size": 0}),
+    # transformers takes null for false here, and true for the default.
+    of(config("granitemoehybrid"), "null-bool", "mamba_conv_bias", {"mamba_conv_bias": None}),
     gpt2("dropout", "attn_pdrop", {"attn_pdrop": 1.0}),
 ]
 
