@@ -33,7 +33,8 @@ class _Products(torch.autograd.Function):
         pairs = [*zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)]
         ctx.state = state
         ctx.save_for_backward(whole, *weights_and_biases[::2])
-        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+        # Outputs that are no views may be changed in place, as by nn.ReLU(inplace=True).
+        return tuple(F.linear(whole, weight, bias).detach() for weight, bias in pairs if weight is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,6 @@
-"""Refuse torch's own wrappers (DDP, FSDP) where gradients that they average would be taken for sums."""
+"""Refuse torch's own wrappers (DDP, FSDP) where gradients that they average would be taken for sums, and
+hooks of parameters that no backward would call.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..system import counted
 from ..system.errors import BadInput
-from .engine import is_dtensor, is_sharded
+from .engine import fsdp_modules, is_dtensor, is_sharded
+from .engine.autograd_and_compiler import has_hooks
 from .engine.fully_sharded import parameters_of, ranks_of
 from .state import ParallelState
 
@@ -36,6 +39,21 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
         todo = f"Pass it: {where}(..., state=state)"
         actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
         raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
+    copied = "compute_weights" in vars(model)
+    if copied or fsdp_modules(model):
+        refuse_hooks(model, where, of_sums=copied)
+
+
+def refuse_hooks(model: nn.Module, where: str, *, of_sums: bool = True) -> None:
+    """Refuse a hook of a parameter in whose place another tensor is computed with, and gets the gradient.
+
+    ``of_sums``: nor is what ``register_post_accumulate_grad_hook`` registers called.
+    """
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter, of_sums=of_sums):
+            expected, actual = "a parameter without hooks", "one whose hook no backward would call"
+            todo = "Change .grad before the optimizer's step, or hook a module or an activation"
+            raise BadInput(where, name, expected=expected, found=actual, todo=todo)
 
 
 def _cut_otherwise(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, str]]:

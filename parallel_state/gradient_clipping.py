@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .declaration import buffer_names, declarations
-from .engine import local_data
-from .engine.local_tensors import foreach_mul_, foreach_norm
+from .engine.local_tensors import foreach_mul_, foreach_norm, real_data
 from .foreign import check_state
 from .state import ParallelState, alone_or
 
@@ -31,7 +30,7 @@ class GradientClipping:
         self._parameters = parameters
         self._owned = {name: stated[name].owner(state.layout, state.at) for name, _ in parameters}
         fixed = buffer_names(stated)
-        inner = {promoted(parameter.dtype) for name, parameter in parameters if name not in fixed}
+        inner = {promoted(parameter.dtype.to_real()) for name, parameter in parameters if name not in fixed}
         self._dtype = inner.pop() if len(inner) == 1 else torch.float32
         # The gradients' device (the host if they are offloaded), so that all ranks sum on the same kind.
         self._device = next((parameter.device for _, parameter in parameters), state.device)
@@ -65,7 +64,7 @@ class GradientClipping:
 
     def _present(self) -> Iterator[tuple[str, Tensor]]:
         return (
-            (name, local_data(parameter.grad))
+            (name, real_data(parameter.grad))
             for name, parameter in self._parameters
             if parameter.grad is not None
         )

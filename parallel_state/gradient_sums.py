@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..system.errors import BadInput, PeerFailed
 from .declaration import declarations
 from .engine import accelerator, fsdp_modules, local_data
-from .engine.local_tensors import foreach_copy_
+from .engine.local_tensors import foreach_copy_, real_data
 from .foreign import check_state
 from .state import ParallelState, alone_or
 
@@ -124,9 +124,11 @@ def _sum_together(
     sums = list[Tensor]()
     for dtype in sorted({weight.dtype for weight in trained}, key=str):
         same = [weight for weight in trained if weight.dtype == dtype]
-        gradients = [torch.full_like(weight, -0.0) if weight.grad is None else weight.grad for weight in same]
-        grads = [local_data(gradient) for gradient in gradients]
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
+        gradients = [
+            torch.zeros_like(weight).neg() if weight.grad is None else weight.grad for weight in same
+        ]
+        grads = [real_data(gradient) for gradient in gradients]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype.to_real())
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
         _refuse_summed_twice(gradients, grads, added)

@@ -16,15 +16,31 @@ and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are th
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..layers import keep_aside, stacks_of_experts, unshared_blocks
-from ..parallel_state import ParallelState, buffer_names, declarations, engine, mark_shared, refuse_foreign
+from ..parallel_state import (
+    ParallelState,
+    buffer_names,
+    declarations,
+    engine,
+    mark_shared,
+    refuse_foreign,
+    refuse_hooks,
+    require,
+)
 from ..parallel_state.engine import accelerator
-from ..parallel_state.engine.fully_sharded import ReplicaSums, compute_with_stored, ranks_of, sum_on_one_rank
+from ..parallel_state.engine.fully_sharded import (
+    ReplicaSums,
+    compute_with_stored,
+    parameters_of,
+    ranks_of,
+    sum_on_one_rank,
+)
 from ..parallel_state.engine.gathered_weights import drop_after_evaluation
 from ..parallel_state.engine.local_tensors import without_view
 from ..parallel_state.state import fsdp_mesh
@@ -56,10 +72,12 @@ def shard_over_data(
     fixed = buffer_names(stated)
     if state.layout.holds_alone and not offload:
         if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
+            _refuse_unfit(model)
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
     for name, declaration in stated.items():
         declaration.check_shared(name)
+    _refuse_unfit(model)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
     from torch.distributed.tensor import Shard
 
@@ -91,8 +109,29 @@ def shard_over_data(
     fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     drop_after_evaluation(model)
     _sum_gradients(model, stacks, state)
+    _refuse_several_dtypes(model)
     mark_shared(model)
     return model
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    """Refuse parameters in whose place others cannot be computed with."""
+    refuse_hooks(model, "shard_over_data")
+    for name, parameter in model.named_parameters():
+        todo = "Hold them as torch.view_as_real gives them, and compute with torch.view_as_complex"
+        require(not parameter.is_complex(), "shard_over_data", name, "real numbers", "complex ones", todo)
+
+
+def _refuse_several_dtypes(model: nn.Module) -> None:
+    """Refuse trained parameters of two dtypes whose gradients FSDP would sum as one tensor."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for module in engine.fsdp_modules(model):
+        together = [parameter for parameter in parameters_of(module) if parameter in names]
+        for first, other in pairwise(together):
+            expected = f"the dtype of {names[first]}, which is gathered with it, {first.dtype}"
+            todo = "Cast them alike, or put them into different ones of blocks="
+            alike = first.dtype == other.dtype
+            require(alike, "shard_over_data", names[other], expected, other.dtype, todo)
 
 
 def _without_views(block: nn.Module, inputs: Any, output: Any) -> Any:

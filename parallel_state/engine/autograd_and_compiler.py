@@ -125,6 +125,13 @@ def compiler_errors() -> type[Exception]:
     return errors
 
 
+def has_hooks(parameter: torch.Tensor, *, of_sums: bool) -> bool:
+    """Tell whether a backward that comes to this parameter calls a hook; ``of_sums``: one that is registered
+    by ``register_post_accumulate_grad_hook`` counts too.
+    """
+    return bool(parameter._backward_hooks or (of_sums and parameter._post_accumulate_grad_hooks))
+
+
 def call_gradient_hooks(parameter: torch.Tensor) -> None:
     """Call the hooks of a parameter whose gradient is complete, as a backward does that comes to it."""
     for hook in [*(parameter._post_accumulate_grad_hooks or {}).values()]:

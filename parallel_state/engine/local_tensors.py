@@ -36,6 +36,12 @@ def local_data(x: Tensor) -> Tensor:
     return here.detach() if here.requires_grad else here
 
 
+def real_data(x: Tensor) -> Tensor:
+    """Return what this rank stores of ``x``, sharing memory: of complex numbers, pairs of real ones."""
+    here = local_data(x)
+    return torch.view_as_real(here) if here.is_complex() else here
+
+
 class AdamW(torch.optim.AdamW):
     """Run torch's AdamW on what this rank stores of each tensor: the update is element by element.
 

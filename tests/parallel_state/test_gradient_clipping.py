@@ -12,13 +12,14 @@ from trilith.testing import run_parallel
 def with_gradients(dtype=torch.float64):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
-    model(torch.randn(6, 4, dtype=dtype)).pow(2).sum().backward()
+    model(torch.randn(6, 4, dtype=dtype)).abs().square().sum().backward()
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("limit", [0.5, 1e6], ids=["biting", "idle"])
-def test_on_one_device_it_is_torchs_clipping(limit):
-    ours, theirs = with_gradients(), with_gradients()
+def test_on_one_device_it_is_torchs_clipping(limit, dtype):
+    ours, theirs = with_gradients(dtype), with_gradients(dtype)
     norm = clip_gradients(ours, limit)
     wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
     assert float(norm) == pytest.approx(float(wanted), rel=1e-14)

@@ -118,13 +118,13 @@ class Scaled(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Call one block twice, and between another one that has a layer of it."""
+    """Call one block twice, and between another one that has a layer of it, and change outputs in place."""
 
     def __init__(self, *, state):
         super().__init__()
         blocks = [
             nn.Sequential(
-                ColumnParallelLinear(D, HIDDEN, state=state), nn.Tanh(),
+                ColumnParallelLinear(D, HIDDEN, state=state), nn.SiLU(inplace=True),
                 RowParallelLinear(HIDDEN, D, state=state),
             )
             for _ in range(2)

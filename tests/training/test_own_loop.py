@@ -215,6 +215,46 @@ def test_torchs_wrappers_over_the_data_mesh_are_right_with_a_mean_loss(wrap, lay
     run_parallel(mean_gradients, 4, wrap, layout)
 
 
+class Unfit(nn.Linear):
+    """A layer beside a parameter that is computed with, and gets its gradient, in another's place."""
+
+    def __init__(self, what, state):
+        super().__init__(4, 4)
+        self.cut = ColumnParallelLinear(4, 4, state=state)
+        if what in ("complex128", "float64"):
+            self.scale = nn.Parameter(torch.ones(4, dtype=getattr(torch, what)))
+        elif what == "hook":
+            self.weight.register_hook(lambda grad: 3 * grad)
+
+
+UNFIT = {
+    "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
+    "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
+    "complex128": "shard_over_data: scale: expected real numbers, found complex ones",
+    "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
+}
+ZERO_3 = Layout.of(data=2, zero=3)
+
+
+def unfit(what, layout):
+    state = ParallelState.start(layout)
+    model = Unfit(what, state)
+    if what != "hook afterwards":
+        return refusal_of(lambda: shard_over_data(model, state, Precision()))
+    shard_over_data(model, state, Precision()).weight.register_hook(lambda grad: 3 * grad)
+    return refusal_of(lambda: finalize_gradients(model, state=state))
+
+
+@pytest.mark.parametrize(("what", "layout"), [
+    *((what, layout) for what in UNFIT for layout in (Layout.of(data=2), ZERO_3)),
+    ("hook", Layout(tensor=2)), ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
+], ids=str)  # fmt: skip
+def test_parameters_whose_place_others_take_are_plain(what, layout):
+    """Hooks would be left out silently; FSDP raises at the first forward for parameters of two dtypes."""
+    for line in run_parallel(unfit, 2, what, layout):
+        assert re.search(UNFIT[what], line), line
+
+
 def without_state(root, layout):
     """Return the error of each call that was given a model of several ranks without ``state=``."""
     state = ParallelState.start(layout)
