@@ -159,9 +159,7 @@ class ModelConfig(BaseModel):
         for name, field in cls.model_fields.items():
             value = fields.get(name)
             if name in fields and value is None and field.default is True:
-                todo = (
-                    "It may mean either: transformers takes it for false, and a file without the key for true"
-                )
+                todo = "Write which: transformers takes null for false, and a file without the key for true"
                 raise BadInput(where, cls.spelled(name), expected="true or false", found="null", todo=todo)
             if isinstance(value, list) and get_origin(field.annotation) is tuple:
                 value = tuple(value)
