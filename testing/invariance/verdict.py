@@ -143,8 +143,6 @@ class Judge:
                 if "tensor" in declared.partial:
                     text += '. Each rank has all of it, so partial=("tensor",) does not belong there'
                 return text
-        if self.layout.pipeline > 1 and len(holders) > self.layout.first_rank(1) and not declared.ends:
-            return ": more than one stage holds the parameter. Declare it with ends=True"
         return ""
 
     def _updates(self) -> Fault | None:
