@@ -134,9 +134,9 @@ def check_backends(device: torch.device) -> None:
 
 def identity(device: torch.device) -> str | None:
     """Return the device's name in the world if its backend takes one rank a device, unlike gloo."""
-    name = accelerator.identity(device)
-    several = name is None or _backends()[device.type] == "gloo"
-    return None if several else f"{name} of {socket.gethostname()}"
+    uuid = accelerator.uuid(device)
+    several = uuid is None or _backends()[device.type] == "gloo"
+    return None if several else f"{uuid} of {socket.gethostname()}"
 
 
 def agree(mine: str | None) -> None:

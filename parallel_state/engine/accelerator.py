@@ -62,11 +62,11 @@ def module_of(device: Device) -> Any:
     return module if hasattr(module, "set_device") else None
 
 
-def identity(device: Device) -> str | None:
-    """Return a name that no other device in the world has; ``None`` if torch knows none."""
+def uuid(device: Device) -> str | None:
+    """Return the UUID of a GPU; ``None`` if torch knows none."""
     describe = getattr(module_of(device), "get_device_properties", None)
-    uuid = None if describe is None else getattr(describe(device), "uuid", None)
-    return None if uuid is None else str(uuid)
+    known = None if describe is None else getattr(describe(device), "uuid", None)
+    return None if known is None else str(known)
 
 
 def capability(device: Device) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 import atexit
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,7 +25,7 @@ from trilith.parallel_state import (
     init_process_group,
     own_device,
 )
-from trilith.parallel_state.process_groups import TIMEOUT, agree, check_backends
+from trilith.parallel_state.process_groups import TIMEOUT, agree, check_backends, identity
 from trilith.testing import RankError, run_fresh, run_parallel
 
 CUDA = torch.device("cuda", 1)
@@ -95,13 +97,28 @@ test_what_no_rank_can_use_is_refused = refusals(
 )
 
 
+@pytest.mark.parametrize(
+    ("backends", "device", "name"),
+    [
+        ("cpu:gloo,cuda:nccl", CUDA, f"GPU-1 of {socket.gethostname()}"),
+        ("cpu:gloo,cuda:gloo", CUDA, None),  # whose ranks may share one
+        ("cpu:gloo", torch.device("cpu"), None),
+    ],
+)
+def test_a_gpu_of_one_rank_has_a_name_in_the_world(backends, device, name, monkeypatch):
+    known = {CUDA: SimpleNamespace(uuid="GPU-1")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", known.__getitem__)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert identity(device) == name
+
+
 def share(devices):
     agree(devices[dist.get_rank()])
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
     run_parallel(share, 2, ["GPU-1 of a", "GPU-1 of b"])
-    run_parallel(share, 2, [None, None])  # gloo's ranks may share one
+    run_parallel(share, 2, [None, None])
     with pytest.raises(RankError) as error:
         run_parallel(share, 2, ["GPU-1 of a"] * 2)
     causes = [failure.cause for failure in error.value.failures]
