@@ -122,7 +122,9 @@ def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
 
 def test_the_page_is_whole_and_has_no_address(result):
     page = make_page(result)
-    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
+    staged = make_page(replace(result, best=[one for one in result.best if one.choice.layout.pipeline > 1]))
+    assert page.startswith("<!DOCTYPE html>") and (page.count("<svg"), staged.count("<svg")) == (2, 3)
+    assert ">rank 1</text>" in staged
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
     assert "The other layouts" in page and "prefers-color-scheme: dark" in page
 
