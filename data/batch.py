@@ -1,6 +1,6 @@
 """Hold what a step is given: token ids, the labels that they are to predict, and where documents start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,14 +28,7 @@ class Batch(NamedTuple):
         """Return the batch on ``device``; from pinned memory the copy continues after the return. The host
         still knows the numbers, see ``host_numbers``.
         """
-        return self._each(lambda tensor: send(tensor, device))
-
-    def pinned(self) -> "Batch":
-        """Return the batch in pinned memory, from which a GPU copies by itself."""
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(*(change(tensor) for tensor in self if tensor is not None))
+        return Batch(*(send(tensor, device) for tensor in self if tensor is not None))
 
     def samples(self) -> dict[str, Tensor]:
         """Return the tensors by name, as a step takes them; ``positions`` if there are some."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
-from ..parallel_state.engine import accelerator
+from ..parallel_state.engine import accelerator, map_tensors
 from .batch import Batch, BatchParts
 from .rows import Documents, Overlong, Samples, rows_of
 from .sample_order import Interleave, SampleOrder, piece_of
@@ -199,8 +199,6 @@ class MicroBatches:
         if isinstance(rows, Batch):
             rows = rows.check_ids(self._vocab_size)
             rows = rows.samples() if self._named else rows
-        if not accelerator.copies_from_pinned(self._state.device):
-            return rows
-        if isinstance(rows, Batch):
-            return rows.pinned()
-        return {name: tensor.pin_memory() for name, tensor in rows.items()}
+        if accelerator.copies_from_pinned(self._state.device):
+            rows = map_tensors(rows, Tensor.pin_memory)
+        return rows

@@ -145,6 +145,18 @@ def test_the_largest_batch_begins_as_fast_as_any(make):
     assert torch.equal(first.input_ids, data.rows(3, range(2)).input_ids) and len(first.labels) == 2
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_gpu_copies_batches_from_pinned_memory(named, make, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x + 1)  # which is seen in what it gives
+    data = GlobalBatches(make("a", 100), 8, 2, seed=0)
+    state = SimpleNamespace(layout=Layout(), data_index=0, device=torch.device("cuda"))
+    micro = MicroBatches(data, cast(Any, state), micro_batch=2, vocab_size=70_000, named=named)
+    batch = micro.batch(0)
+    whole, pinned = data.rows(0, range(2)), batch if named else next(batch.parts)._asdict()
+    for name, tensor in whole.samples().items():
+        assert torch.equal(pinned[name], tensor + 1)
+
+
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
     files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, 1000), make("c", 8 * 30 + 1, 2000)]
     data = GlobalBatches(list(zip(files, [5, 3, 2], strict=True)), 8, 10, seed=0)
