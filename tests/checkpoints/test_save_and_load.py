@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
+from support.damage import flip_bit
 from support.families import family_and_config
 from support.refusals import Refused, refusals
 from support.strangers import STUBS
@@ -15,7 +16,16 @@ from support.written_before import CONFIG, FOLDER, STEPS, WRITTEN, Embedder, dif
 from support.written_before import LORA as STORED_LORA
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from trilith.checkpoints import Loaded, Manifest, describe_module, differences, load, read_source, save
+from trilith.checkpoints import (
+    Loaded,
+    Manifest,
+    convert,
+    describe_module,
+    differences,
+    load,
+    read_source,
+    save,
+)
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder
 from trilith.models import LoraConfig, adapted, family_of
@@ -257,6 +267,13 @@ def hugging_face(folder):
     write_hf_folder(folder / "hf", TINIEST_LLAMA)
 
 
+def changed_companion(folder):
+    hugging_face(folder)
+    (folder / "hf" / "tokenizer.json").write_text("{}")
+    convert(folder / "hf", folder / "run")
+    flip_bit(folder / "run" / "tokenizer.json", 0)
+
+
 def adapters_without_a_base(folder):
     save(folder / "run", adapted(zoo()[0].family, LORA).build(zoo()[0].config, device="cpu"))
 
@@ -297,6 +314,7 @@ test_what_cannot_be_saved_or_given_back_is_refused = refusals(
             given=SAVED),
     Refused("a module that load cannot build", loading(), "a model of the zoo, found a module's",
             given=SAVED),
+    Refused("G8-bit-flip-in-companion", loading(), "tokenizer.json: CRC-32", code=4, given=changed_companion),
     Refused("adapters of no base", adapters_without_a_base, "expected adapters of a base that load filled"),
     Refused("adapters for a whole model", loading(zoo()[0], path="hf", adapter=Path("any")),
             "expected one with adapters, found one without", given=hugging_face),

@@ -19,6 +19,7 @@ from trilith.layers import (
     grouped_mm,
     set_auxiliary_losses,
     set_auxiliary_scale,
+    uncounted,
 )
 from trilith.layers.experts import experts as stacks
 from trilith.layers.experts import grouped_matmul
@@ -264,6 +265,16 @@ def test_context_ranks_add_up_counts_for_a_balance_loss_that_somebody_asks_for(a
     assert len(sent) == sums and ours.weight.grad.isfinite().all()
     found = Balancing(ours).after_step()
     assert found.load > 1 and found.z_loss > 0 and (found.balance is not None) == bool(sums)
+
+
+def test_what_a_trace_routes_is_not_counted_and_what_was_counted_stays():
+    ours, x = made(), inputs()
+    ours(x)[0].sum().backward()
+    counted = ours.sums
+    with uncounted(ours):
+        ours(x)[0].sum().backward()
+        assert torch.equal(ours.sums, counted)  # from nothing
+    assert ours.sums is counted
 
 
 def test_without_a_state_tallies_stay_on_the_model_s_device():

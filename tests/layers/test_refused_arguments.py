@@ -6,6 +6,7 @@ from trilith.layers import (
     Attention,
     ColumnParallelLinear,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
     LayerNorm,
     MoE,
@@ -139,6 +140,10 @@ CALLS = {
     "D15 a rotation with a text": (lambda: scaling(low_freq_factor="1"), "low_freq_factor: expected"),
     "a rotation by no length": (lambda: RotaryEmbedding(16, 1e4, {"rope_type": "dynamic"}), "original_max.*"),
     "few factors": (lambda: scaling(rope_type="longrope", short_factor=[1.0]), "short_factor: expected 8"),
+    "value heads that the key heads do not divide": (
+        lambda: GatedDeltaNet(8, key_heads=2, value_heads=3, key_dim=4, value_dim=4, kernel_size=4),
+        "value_heads: expected a multiple of key_heads=2, found 3",
+    ),
     "values wider than keys": (
         wide_values,
         "v_head_dim: expected at most 10, the width of a query head, found 11",

@@ -1,6 +1,7 @@
 """Which layouts a family refuses and accepts, what it declares about its parameters, its published sizes."""
 
 import re
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -89,6 +90,14 @@ def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model():
     for name, family in FAMILIES.items():
         assert family_of({"model_type": name, "architectures": [family.architecture]}) is family
     assert {raw["model_type"] for raw in MODELS.values()} == FAMILIES.keys()
+
+
+def test_a_table_of_names_that_lacks_a_parameter_is_refused():
+    """Or the parameter would be left out of what is written."""
+    (norm,) = [rule for rule in LLAMA.rules if rule.ours == "norm"]
+    family = replace(LLAMA, rules=tuple(rule for rule in LLAMA.rules if rule is not norm))
+    with pytest.raises(AssertionError, match=r"the name table lacks \['norm.weight'\]"):
+        family.links(LLAMA.from_hf(CONFIG))
 
 
 def test_building_leaves_torchs_defaults_alone():

@@ -208,6 +208,20 @@ def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
     assert all(torch.equal(plain, scaled) for plain, scaled in zip(*results, strict=True))
 
 
+def drawn(y, samples):
+    return (y * torch.rand_like(y)).sum(), len(y)
+
+
+@pytest.mark.parametrize("count", [None, lambda samples: len(samples["x"])])
+def test_a_first_step_that_looks_for_faults_draws_what_the_others_draw(count):
+    step, losses = Step(Sine(), FunctionLoss(drawn, count=count), micro_batch=2), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        step.model.zero_grad()
+        losses.append(step({"x": torch.ones(6, 4, dtype=torch.float64)}))
+    assert losses[0] == losses[1]
+
+
 def scaled_step(step, samples, scale):
     """Return the loss of a step and its gradients, divided by the scale."""
     loss = step(samples, scale=scale)

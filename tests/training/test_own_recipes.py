@@ -245,7 +245,15 @@ def test_what_a_constructor_draws_follows_the_seed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"data": 2, "zero": 3}, PIPELINE, {"pipeline": 2, "schedule": "zbv"}], ids=str
+    "layout",
+    [
+        {},
+        {"data": 2, "zero": 3},
+        {"data": 2, "zero": 2, "data_replicate": 2},
+        PIPELINE,
+        {"pipeline": 2, "schedule": "zbv"},
+    ],
+    ids=str,
 )
 def test_it_is_planned_before_it_starts(layout, tmp_path):
     checked = parse_recipe(recipe("t5", tmp_path, dtype="float32", layout=layout))
@@ -253,6 +261,8 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
     planned = dry_run(checked)
     assert planned.parameters == 15912 and planned.rank.memory.total > 12 * planned.rank.stored
     sent = {traffic.axis: traffic for traffic in planned.rank.traffic}
+    if "data_replicate" in layout:  # six blocks and the rest, after each micro-batch: one may leave some out
+        assert sent["replicas"].count == 2 * 7
     if "pipeline" in layout:  # both sides of a border, of 4 micro-batches: 6 words twice, and the biases
         borders = 1 if "schedule" not in layout else 2
         assert sent["pipeline"].bytes == 4 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
