@@ -134,7 +134,7 @@ def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) 
     size = sizes.get(name.lower())
     if size is None:
         near = get_close_matches(name.lower(), sorted({*sizes, *also}), n=3, cutoff=0.5)
-        todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
+        todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists them"
         raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
     return size
 

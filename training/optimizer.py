@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..layers import HeadsLayerNorm
 from ..models import Family, ModelConfig
 from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names, declarations, require
@@ -100,13 +101,14 @@ def make_adamw(
     Hutter 2019.
     """
     stated = declarations(model)
+    by_head = {name for name, module in model.named_modules() if isinstance(module, HeadsLayerNorm)}
     usual = ParameterGroup(match=".")
     sorted_out: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = (groups or {}).get(name, usual)
-            # Biases of experts, which are stacked, are vectors too.
-            dims = len(stated[name].shape) - stated[name].experts
+            # Biases of experts and norms of heads, which are stacked, are vectors too.
+            dims = len(stated[name].shape) - (stated[name].experts or name.rpartition(".")[0] in by_head)
             decay = weight_decay if dims >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
             # A fused kernel takes tensors of one mesh at a time; what is not declared is on a smaller one.

@@ -19,6 +19,7 @@ import typer
 from typer.models import ParameterInfo
 
 from ...system import BadInput, address_of
+from .options import size_names
 
 
 class Range(NamedTuple):
@@ -137,8 +138,6 @@ def _continued(line: re.Match[str]) -> str:
 
 #: A name such as "meta-llama/Llama-3.2-1B", which may be that of a model of the hub.
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-#: Of the names that a parameter knows, the most that a refusal lists.
-_MOST_NAMED = 8
 
 
 def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> None:
@@ -159,7 +158,9 @@ def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> N
         if of_the_hub or path.name in ("", "..") or any(path.name in other for other in others):
             return
     names = [] if path.suffix in (".toml", ".json") else known
-    near = get_close_matches(str(name).lower(), names, n=_MOST_NAMED, cutoff=0.0)
-    todo = f"Nearest: {', '.join(near)}" if near else ""
+    near = get_close_matches(str(name).lower(), names, n=3)
+    todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes"
+    if not {*names} & {*size_names("")}:  # recipes alone, of which there are few
+        todo = f"These come with trilith: {', '.join(names)}" if names else ""
     absent = f"no such file or {'name' if known else 'folder'}"
     raise BadInput(name, expected=expected.partition(";")[0], found=absent, todo=todo)

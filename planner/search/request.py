@@ -166,7 +166,7 @@ def _size(model: str) -> str:
             "plan", "MODEL",
             expected="a published size, a config.json, a Hugging Face folder or a recipe",
             found=literal(model),
-            todo=f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes",
+            todo=f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes",
         )  # fmt: skip
     return published_size(model).name
 

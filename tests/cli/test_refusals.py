@@ -116,8 +116,11 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
     ),
     command("inspect hf --tensor model.norm.weigt", "Nearest: model.norm.weight", write_model),
     command("models zzz", "found 'zzz'. `trilith models` lists them"),
-    command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
+    command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b.*; `trilith models` lists them"),
     command("models mixtrl", "Nearest: mixtral"),
+    command("plan zzz --gpus 8", "found no such file or name. `trilith models` lists the sizes$"),
+    command("plan lama-3.1-8b", "Nearest: llama-3.1-8b, [^,]*, [^,]*; `trilith models` lists the sizes$"),
+    command("train zzz", "found no such file or name. These come with trilith: gpt3-175b-1024gpus, "),
     command("models --show", "models: --show: expected the name of a family or size"),
 )
 
