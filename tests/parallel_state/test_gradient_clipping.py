@@ -10,9 +10,11 @@ from trilith.testing import run_parallel
 
 
 def with_gradients(dtype=torch.float64):
+    """Return layers of which the second one may be complex."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
-    model(torch.randn(6, 4, dtype=dtype)).abs().square().sum().backward()
+    model = nn.Sequential(nn.Linear(4, 5).double(), nn.Linear(5, 3, dtype=dtype))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     return model
 
 
