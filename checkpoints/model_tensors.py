@@ -113,9 +113,9 @@ def model_tensors(
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
     prefix = "" if table is None else table.prefix
     ignored = _ignored_names(described, absent)
-    ignored += [] if table is None else map(re.compile, table.ignored)
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     rests = {rest for rest in others.values() if not any(pattern.fullmatch(rest) for pattern in ignored)}
+    rests -= set() if table is None else {*filter(table.ignores, rests)}
     unknown = rests - family.left_out(described.config, rests)
     extra = [name for name, rest in others.items() if rest in unknown]
     _check_names(where, names, extra, described, can_ignore=table is not None)

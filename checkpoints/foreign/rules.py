@@ -14,12 +14,14 @@ write one::
 The rules are those of the families' tables (see ``Rule``), with Hugging Face's tensors in the place of ours.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from ...models import Link, ModelConfig, Rule, links_of
+from ...models.patterns import compiled
 from ...parallel_state import BadInput, from_validation, require
 from ...storage.small_files import read_toml
 from ...storage.strict_json import StrictRecord
@@ -42,6 +44,10 @@ class Table(StrictRecord):
     detect: str = ""
     prefix: str = ""
     ignored: list[str] = Field(default_factory=list)
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether a pattern of ``ignored`` fits the whole name of a foreign tensor."""
+        return any(compiled(pattern).find("fullmatch", name) for pattern in self.ignored)
 
     def links(
         self,
@@ -74,9 +80,16 @@ def table_named(name: str) -> Table:
     expected = f"{', '.join(known)}, or a TOML file of rules"
     require(name in known or path.suffix == ".toml", "convert", "--names", expected, repr(name))
     try:
-        return Table.model_validate(read_toml(path))
+        table = Table.model_validate(read_toml(path))
     except ValidationError as error:
         raise from_validation(path, error) from None
+    for pattern in table.ignored:
+        try:
+            compiled(pattern)
+        except re.error as error:
+            problem = f"{pattern[:80]!r}: {error}"
+            raise BadInput(path, "ignored", expected="regular expressions", found=problem) from None
+    return table
 
 
 def known_tables() -> dict[str, Path]:
@@ -95,7 +108,8 @@ def choose_table(
     if asked.rule:
         return asked
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    if (own := rename_all(shapes, hf)) is not None:
+    weights = {name: shape for name, shape in shapes.items() if not asked.ignores(name)}
+    if (own := rename_all(weights, hf, checkpoint.path)) is not None:
         return own.model_copy(update={"ignored": asked.ignored})
     for known in known_tables():
         table = table_named(known)
@@ -107,11 +121,16 @@ def choose_table(
     raise BadInput(checkpoint.path, "names", expected=expected, found=f"{seen}, ...", todo=todo)
 
 
-def rename_all(foreign: Mapping[str, Shape], hf: Mapping[str, Shape]) -> Table | None:
-    """Return the table of a checkpoint whose names are Hugging Face's, but for one prefix; else ``None``."""
+def rename_all(foreign: Mapping[str, Shape], hf: Mapping[str, Shape], where: object) -> Table | None:
+    """Return the table of a checkpoint whose names are Hugging Face's, but for one prefix; else ``None``.
+
+    ``BadInput`` for two models under two prefixes, such as one and its moving average.
+    """
     first = next(iter(hf))
     prefixes = sorted((name.removesuffix(first) for name in foreign if name.endswith(first)), key=len)
-    for prefix in prefixes:
-        if sum(prefix + name in foreign for name in hf) * 2 > len(hf):
-            return Table(prefix=prefix, rule=[Rule(name, name) for name in hf])
-    return None
+    fitting = [prefix for prefix in prefixes if sum(prefix + name in foreign for name in hf) * 2 > len(hf)]
+    if fitting[1:]:
+        models = f"{len(fitting)}: {' and '.join(prefix + first for prefix in fitting)}"
+        todo = f"Leave one out, --names with a .toml file: ignored = ['{re.escape(fitting[-1])}.*'], say"
+        raise BadInput(where, "names", expected="one model", found=models, todo=todo)
+    return Table(prefix=fitting[0], rule=[Rule(name, name) for name in hf]) if fitting else None

@@ -18,7 +18,7 @@ from support.damage import truncate
 from support.draws import drawn
 from support.refusals import Refused, refusals
 from trilith.checkpoints import convert, foreign_format, read_source
-from trilith.checkpoints.foreign.rules import Table
+from trilith.checkpoints.foreign.rules import Table, table_named
 from trilith.checkpoints.model_tensors import model_tensors
 from trilith.checkpoints.user_module_family import Described
 from trilith.cli.app import run
@@ -154,9 +154,16 @@ def with_optimizer(folder):
     torch.save({"model": weights, "optimizer": {"state": {0: torch.ones(2)}}}, folder / "all.pt")
 
 
-def test_a_table_without_rules_leaves_out_what_is_no_weight(tmp_path):
-    with_optimizer(tmp_path)
-    (tmp_path / "names.toml").write_text(r"ignored = ['optimizer\..*']")
+def with_average(folder):
+    weights = load_file(hf() / WEIGHTS)
+    average = {name: tensor + 1 for name, tensor in weights.items()}
+    torch.save({"model": weights, "ema": average}, folder / "all.pt")
+
+
+@pytest.mark.parametrize(("beside", "name"), [(with_optimizer, "optimizer"), (with_average, "ema")])
+def test_a_table_without_rules_leaves_out_what_is_no_weight(tmp_path, beside, name):
+    beside(tmp_path)
+    (tmp_path / "names.toml").write_text(rf"ignored = ['{name}\..*']")
     table = str(tmp_path / "names.toml")
     convert(tmp_path / "all.pt", tmp_path / "out", to="hf", config=hf(), names=table)
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (hf() / WEIGHTS).read_bytes()
@@ -175,6 +182,9 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("no config", converted("titan"), "--config with a Hugging Face folder"),
     Refused("two configs", converted("bin", config=hf), "Leave out --config"),
     Refused("unknown names", converted("titan", config=hf, names="nothing"), r"names.*titan"),
+    Refused("no pattern", lambda folder: table_named(str(folder / "n.toml")),
+            r"n\.toml: ignored: expected regular expressions, found '\(': missing",
+            given=lambda folder: (folder / "n.toml").write_text("ignored = ['(']")),
     Refused("no chunk", copied("titan"), r"__1_0\.distcp", given=harmed("titan", CHUNK, Path.unlink)),
     Refused("a chunk cut short", copied("titan"), r"__1_0\.distcp: .*found a file of .*cut short",
             given=harmed("titan", CHUNK, lambda path: truncate(path, -1))),
@@ -224,6 +234,8 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=lambda folder: torch.save(torch.ones(2), folder / "one.pt")),
     Refused("an optimizer beside the weights", copied("all.pt"), r"ignored = \['optimizer\\\.\.\*'\]",
             given=with_optimizer),
+    Refused("two models", copied("all.pt"), r"names: expected one model, found 2: ema\.model.* and model\.",
+            given=with_average),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
       for method in ("awq", "fbgemm_fp8")),
