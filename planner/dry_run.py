@@ -22,7 +22,7 @@ from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
-from .planned_model import PlannedModel, informed, planned_model
+from .planned_model import PlannedModel, of_own_module, planned_model
 from .remedies import Remedy, changes_of, keys_of, remedies
 from .sampled_model import Asked
 from .step_shape import Work, sizes_of
@@ -178,7 +178,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    return informed(work, planned_model(planned.family, planned.config, recipe.layout), planned.split)
+    return of_own_module(work, planned_model(planned.family, planned.config, recipe.layout), planned.split)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:

@@ -122,7 +122,7 @@ def _whole(model: Any) -> SampledModel | None:
     return SampledModel(model.family, model, stage=model.stage)
 
 
-def informed(work: Work, model: PlannedModel, split: Sequence[int] | None) -> Work:
+def of_own_module(work: Work, model: PlannedModel, split: Sequence[int] | None) -> Work:
     """Return the step with what each stage of a user's module gives, and whether it trains all parameters."""
     if not isinstance(model.family, OwnFamily) or isinstance(model, SampledModel):
         return work

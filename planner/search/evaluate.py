@@ -13,7 +13,7 @@ from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import cut_stages
 from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, memory_of_walk
-from ..planned_model import PlannedModel, informed, planned_model
+from ..planned_model import PlannedModel, of_own_module, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk
 from ..remembered import remembered
@@ -83,7 +83,7 @@ class Evaluator:
             offload=choice.offload,
             **self._sizes,
         )
-        return informed(work, self._model(layout.block_cut), self._split(layout))
+        return of_own_module(work, self._model(layout.block_cut), self._split(layout))
 
     @remembered
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
