@@ -23,7 +23,7 @@ from ..layers import IGNORE
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
-from .run_data import HeldOut, check_tokenizer
+from .run_data import HeldOut, check_labels, check_tokenizer
 from .step import Step
 from .token_loss import TokenLoss
 
@@ -144,4 +144,5 @@ def _open(question: Question, layout: Layout) -> _Opened:
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
+    check_labels(batches, rows, "evaluate", "--rows")
     return _Opened(**vars(weights), batches=batches.resized(rows))

@@ -50,7 +50,16 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
         there = counted(rows.samples, "row" if isinstance(rows, GlobalBatches) else "item")
         expected = f"a multiple of data x micro_batch = {unit}, of {there}"
         require(samples % unit == 0, "recipe", "evaluation.samples", expected, samples)
+    elif isinstance(rows, GlobalBatches):
+        check_labels(rows, samples, "recipe", "evaluation.samples")
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
+
+
+def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> None:
+    """Refuse first rows without a label that counts: their mean loss, of nothing, would look perfect."""
+    expected, todo = "rows with a token to learn", "Take more rows, or longer ones, which cut off less"
+    none = f"none in {counted(rows, 'row')} of {batches.sequence_length} tokens"
+    require(batches.resized(rows).count_labels(0, range(rows)), where, key, expected, none, todo)
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:

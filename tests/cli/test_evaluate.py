@@ -13,9 +13,12 @@ from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.data.token_writer import TokenWriter
 from trilith.generation import command
 from trilith.machine.random_files import write_tokens
+from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
+from trilith.training.run_data import open_held_out
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +139,17 @@ def test_what_cannot_be_evaluated_is_refused(place, capfd, words, says):
     assert run(["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu", *words]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ") and says in err and err.count("\n") == 1
+
+
+def test_rows_without_a_token_to_learn_are_refused(place, capfd):
+    write_token_file(place / "cut", [range(30)] * 9, [[False] * 20 + [True] * 10] * 9, vocab_size=40)
+    raw = tiny_recipe(place / "cut-run", place / "tokens", steps=1)
+    raw["data"] |= {"overlong": "truncate", "sequence_length": 16}
+    recipe = parse_recipe(raw | {"evaluation": {"tokens": str(place / "cut")}})
+    with pytest.raises(
+        BadInput, match=r"evaluation\.samples: .* a token to learn, found none in 9 rows of 16"
+    ):
+        open_held_out(recipe, 131)
+    write_token_file(place / "unlearnt", [range(9)] * 9, [[False] * 9] * 9, vocab_size=40)
+    assert run(["evaluate", str(place / "hf"), str(place / "unlearnt"), "--device", "cpu", *ROWS]) == 2
+    assert "--rows: expected rows with a token to learn" in capfd.readouterr().err
