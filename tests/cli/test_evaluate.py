@@ -150,6 +150,7 @@ def test_rows_without_a_token_to_learn_are_refused(place, capfd):
         BadInput, match=r"evaluation\.samples: .* a token to learn, found none in 9 rows of 16"
     ):
         open_held_out(recipe, 131)
-    write_token_file(place / "unlearnt", [range(9)] * 9, [[False] * 9] * 9, vocab_size=40)
-    assert run(["evaluate", str(place / "hf"), str(place / "unlearnt"), "--device", "cpu", *ROWS]) == 2
+    targets = [[False] * 17] * 50 + [[True] * 17]  # a row each; the last is not among the seven drawn
+    write_token_file(place / "seldom", [range(17)] * 51, targets, vocab_size=40)
+    assert run(["evaluate", str(place / "hf"), str(place / "seldom"), "--device", "cpu", *ROWS]) == 2
     assert "--rows: expected rows with a token to learn" in capfd.readouterr().err
