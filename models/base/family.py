@@ -105,7 +105,8 @@ class Family:
 
     def links(self, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
-        tensors. They are shared: leave them as they are.
+        tensors: the embedding first, which a tied output layer repeats. Both are shared: leave them as they
+        are.
         """
         return _links(self, config)
 

@@ -20,6 +20,7 @@ from trilith.checkpoints import (
     Loaded,
     Manifest,
     convert,
+    convert_to_dcp,
     describe_module,
     differences,
     load,
@@ -286,11 +287,22 @@ class Pairs(torch.optim.SGD):
             self.state[parameter]["pairs"] = torch.zeros(5)
 
 
-def odd(folder):
-    model = nn.Linear(3, 2)
-    optimizer = Pairs(model.parameters())
-    optimizer.step()
-    save(folder / "run", model, optimizer)
+class Counting(torch.optim.SGD):
+    """Keep a number that is no tensor."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["made"] = 1
+
+
+def kept_by(kind):
+    def given(folder):
+        model, _ = zoo()
+        optimizer = kind(model.parameters())
+        optimizer.step()
+        save(folder / "run", model, optimizer)
+
+    return given
 
 
 KEEPS = "optimizer: expected one that keeps tensors of the parameter's shape and .* numbers, found "
@@ -298,7 +310,9 @@ SAVED = saving(*linear())
 test_what_cannot_be_saved_or_given_back_is_refused = refusals(
     Refused("LBFGS", saving(*linear("LBFGS")), KEEPS + "LBFGS"),
     Refused("Adafactor", saving(*linear("Adafactor")), KEEPS + "Adafactor"),
-    Refused("a state of another shape", odd, KEEPS + r"Pairs, whose pairs of weight is \[5\]"),
+    Refused("a state of another shape", kept_by(Pairs), KEEPS + r"Pairs, whose pairs of \S+ is \[5\]"),
+    Refused("a number for DCP", lambda folder: convert_to_dcp(folder / "run", folder / "dcp"),
+            "tensors of an optimizer, found Counting, whose made is no tensor", given=kept_by(Counting)),
     Refused("parameters-of-another", saving(nn.Linear(3, 2), linear()[1]), "the model's parameters, found"),
     Refused("extra-nan", saving(nn.Linear(3, 2), extra=[math.nan]), r"extra\[0\]: expected a finite number"),
     Refused("extra-set", saving(nn.Linear(3, 2), extra={"at": {1}}), r"extra\.at: expected text, a number"),

@@ -1,6 +1,7 @@
 """Token files are written whole by one writer and read back; what is wrong inside is refused or no matter."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -268,6 +269,10 @@ def test_verify_reads_a_token_file_and_says_what_it_compared(tmp_path, capsys, c
     assert run(["verify", f"{name}.bin"]) == 0
     told = capsys.readouterr().out
     assert "40,000 ids below 50,000" in told and "800 documents" in told and "seal" in told
+    digests = dict(line.split("  ")[::-1] for line in told.splitlines()[:-1])
+    assert digests.keys() == {"data.bin", "data.docs.npy", *(["data.targets"] if chat else [])}
+    for file, digest in digests.items():
+        assert hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() == digest
     flip_bit(name.with_suffix(".bin"), 70_000)
     assert run(["verify", str(name)]) == 2
     assert "data.bin" in capsys.readouterr().err

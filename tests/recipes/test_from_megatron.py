@@ -115,6 +115,9 @@ def test_a_model_that_no_family_is_stays_to_be_filled_in():
     lengths = ("seq_length", "max_position_embeddings")
     translation = translated({key: value for key, value in SMALL.items() if key not in lengths})
     assert "model.init_from" in translation.blanks and "max_position_embeddings" in lost(translation)
+    for length in lengths:
+        translation = translated({key: value for key, value in SMALL.items() if key != length})
+        assert translation.values["model.config.max_position_embeddings"] == SMALL[length]
 
 
 def test_weights_of_held_out_data_are_listed():
