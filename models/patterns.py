@@ -60,3 +60,11 @@ class Pattern:
 def compiled(pattern: str) -> Pattern:
     """Compile a pattern, once. ``re.error`` for one that is none."""
     return Pattern(pattern)
+
+
+def checked(pattern: str, where: object, key: str, expected: str = "a regular expression") -> Pattern:
+    """Compile a pattern that a user states. ``BadInput`` for one that is none."""
+    try:
+        return compiled(pattern)
+    except re.error as error:
+        raise BadInput(where, key, expected=expected, found=f"{pattern[:80]!r}: {error}") from None

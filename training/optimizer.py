@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers import HeadsLayerNorm
 from ..models import Family, ModelConfig
-from ..models.patterns import compiled
+from ..models.patterns import checked
 from ..parallel_state import BadInput, buffer_names, declarations, require
 from ..parallel_state.engine import is_dtensor
 from ..parallel_state.engine.local_tensors import AdamW
@@ -53,11 +53,8 @@ def assign(
     """
     assigned: dict[str, ParameterGroup] = {}
     for number, group in enumerate(groups):
-        refused = partial(BadInput, where, f"optimizer.groups[{number}].match")
-        try:
-            pattern = compiled(group.match)
-        except re.error as error:
-            raise refused(expected="a regular expression", found=f"{group.match!r}: {error}") from None
+        refused = partial(BadInput, where, key := f"optimizer.groups[{number}].match")
+        pattern = checked(group.match, where, key)
         matched = [
             ours
             for ours, hf_names in names.items()

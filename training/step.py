@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.batch import BatchParts
 from ..layers import routers, set_auxiliary_scale
 from ..layers.host_numbers import send
+from ..models.patterns import checked
 from ..parallel_state import (
     BadInput,
     GradientSums,
@@ -64,11 +65,7 @@ class Step:
     ) -> None:
         whole = type(micro_batch) is int and micro_batch >= 1
         require(whole, "step", "micro_batch", "a whole number of 1 or more", literal(micro_batch))
-        try:
-            re.compile(unused or "")
-        except re.error as error:
-            expected, problem = "a pattern over names of parameters", f"{unused!r}: {error}"
-            raise BadInput("step", "unused", expected=expected, found=problem) from None
+        checked(unused or "", "step", "unused", "a pattern over names of parameters")
         self.model, self.state = model, state_of(model, state)
         self.loss, self.micro_batch = as_loss(loss, self.state), micro_batch
         self.schedule, self.unused = schedule, unused

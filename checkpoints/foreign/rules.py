@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from ...models import Link, ModelConfig, Rule, links_of
-from ...models.patterns import compiled
+from ...models.patterns import checked, compiled
 from ...parallel_state import BadInput, from_validation, require
 from ...storage.small_files import read_toml
 from ...storage.strict_json import StrictRecord
@@ -84,11 +84,7 @@ def table_named(name: str) -> Table:
     except ValidationError as error:
         raise from_validation(path, error) from None
     for pattern in table.ignored:
-        try:
-            compiled(pattern)
-        except re.error as error:
-            problem = f"{pattern[:80]!r}: {error}"
-            raise BadInput(path, "ignored", expected="regular expressions", found=problem) from None
+        checked(pattern, path, "ignored")
     return table
 
 

@@ -1,6 +1,5 @@
 """State which LoRA adapters a model gets, in PEFT's terms: rank, scale, modules by Hugging Face's names."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
@@ -9,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from ...parallel_state import BadInput, from_validation
 from ...system import literal
 from ..base.keys import MOST_BLOCKS, DropoutRate, Factor, names
-from ..patterns import compiled
+from ..patterns import checked, compiled
 
 Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple
 Rank = Annotated[int, Field(ge=1, le=2**16)]
@@ -154,11 +153,7 @@ class LoraConfig(BaseModel):
             if isinstance(stated, tuple) and key != "layers_pattern":
                 continue  # names
             for pattern in (stated,) if isinstance(stated, str) else stated:
-                try:
-                    compiled(pattern)
-                except re.error as error:
-                    problem = f"{pattern!r}: {error}"
-                    raise BadInput(where, key, expected="a regular expression", found=problem) from None
+                checked(pattern, where, key)
 
     def _is_in_a_wanted_block(self, module: str) -> bool:
         wanted, patterns = self.layers_to_transform, self.layers_pattern or ()

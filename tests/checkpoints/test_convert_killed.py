@@ -143,7 +143,6 @@ def test_nothing_of_an_output_is_read_for_the_journal(tmp_path, sources, form):
     assert not read
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has no posix_fadvise")
 @pytest.mark.parametrize("free", [None, 1000, 1 << 40])
 def test_an_output_larger_than_half_the_free_memory_leaves_the_page_cache(
     tmp_path, sources, monkeypatch, free

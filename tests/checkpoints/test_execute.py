@@ -103,7 +103,6 @@ def executed(folder, plan, threads=2, **options):
     return [load_file(path)[transfer.name] for path, transfer in zip(paths, plan, strict=True)], tallies
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has no posix_fadvise")
 def test_the_disk_fetches_a_block_while_the_one_before_it_is_made(tmp_path, monkeypatch):
     """Else each read waits for the disk: the system does not see that reads follow each other."""
     whole, calls = torch.randn(64, 8), []

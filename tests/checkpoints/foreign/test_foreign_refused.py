@@ -183,7 +183,7 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("two configs", converted("bin", config=hf), "Leave out --config"),
     Refused("unknown names", converted("titan", config=hf, names="nothing"), r"names.*titan"),
     Refused("no pattern", lambda folder: table_named(str(folder / "n.toml")),
-            r"n\.toml: ignored: expected regular expressions, found '\(': missing",
+            r"n\.toml: ignored: expected a regular expression, found '\(': missing",
             given=lambda folder: (folder / "n.toml").write_text("ignored = ['(']")),
     Refused("no chunk", copied("titan"), r"__1_0\.distcp", given=harmed("titan", CHUNK, Path.unlink)),
     Refused("a chunk cut short", copied("titan"), r"__1_0\.distcp: .*found a file of .*cut short",
