@@ -45,8 +45,9 @@ class Balancing:
 
     Every rank makes one. Call ``after_step()`` once after the backward passes of each step: it returns the
     step's ``Balance`` and moves the biases of ``bias_corrected`` routers by ``rate``, up if the expert had
-    fewer tokens than the mean and down if it had more. The biases are part of the model and equal on all
-    ranks, so nothing else has to be saved. Source: Wang et al. 2024 (auxiliary-loss-free balancing).
+    fewer tokens than the mean and down if it had more; those of a frozen router stay. The biases are part of
+    the model and equal on all ranks, so nothing else has to be saved. Source: Wang et al. 2024
+    (auxiliary-loss-free balancing).
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 0.0, state: ParallelState | None = None) -> None:
@@ -62,7 +63,7 @@ class Balancing:
     def after_step(self, *, updated: bool = True, sums: Tensor | None = None) -> Balance | None:
         """Return the balance of the step and move the biases. Collective over all ranks.
 
-        Returns ``None`` without routers, or if no token went through a backward pass. Pass ``updated=False``
+        Returns ``None`` without routers, or if none has counted a token. Pass ``updated=False``
         for a skipped step: the biases then stay. ``sums``: what ``summed`` returned, where it was read back
         to the host with other numbers; without it the host waits for the device here.
         """
@@ -71,6 +72,11 @@ class Balancing:
         flat = self.summed().cpu() if sums is None else sums
         sizes = [size + 3 for size in self._experts.values()]
         by_name = dict(zip(self._experts, flat.split(sizes), strict=True))
+        biases = {
+            name: router.bias
+            for name, router in self._here.items()
+            if any(parameter.requires_grad for parameter in router.parameters())
+        }
         for router in self._here.values():
             router.sums = None
         loads, losses = [], torch.zeros(3, dtype=torch.float64)
@@ -79,8 +85,7 @@ class Balancing:
             losses += totals[-3:]
             if float(counts.sum()):
                 loads.append(float(counts.max() / counts.mean()))
-                bias = self._here[name].bias if updated and self.rate and name in self._here else None
-                if bias is not None:
+                if updated and self.rate and (bias := biases.get(name)) is not None:
                     move = self.rate * (counts.mean() - counts).sign()
                     bias.data.add_(move.to(bias.device, bias.dtype, non_blocking=True))
         if not loads:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...parallel_state import BUFFER_DTYPE, BadInput, DeclaredModule, ParallelState, engine, local
+from ...parallel_state.engine.autograd_and_compiler import in_backward
 from ...parallel_state.initial_weights import Initial, Uniform
 from ..autocast import without_autocast
 
@@ -30,7 +31,8 @@ class TopKRouter(DeclaredModule):
     by itself, E / S^2 times the sum over the experts of (number of tokens) times (sum of scores, divided by
     the sum over the experts). Over context ranks, which add up their numbers of tokens, it is computed only
     where somebody asks for it: with a factor that is not 0, or with ``bias_corrected``. ``z_loss`` multiplies
-    the mean square of the logits' logsumexp. All rows count equally; see ``set_auxiliary_scale``.
+    the mean square of the logits' logsumexp. All rows count equally; see ``set_auxiliary_scale``. A router
+    counts what it chooses with gradients enabled, be it frozen, and all before it, or not.
 
     Input: (B, S, D), whole along the sequence and equal on the tensor ranks. The router's weights multiply
     partial sums, so the gradient of its weight is partial on each tensor rank. Output: weights (B, S, K) in
@@ -70,9 +72,8 @@ class TopKRouter(DeclaredModule):
         self.balance, self.z_loss = balance, z_loss
         #: The weight of a row's losses; ``None``: one over the rows of the call.
         self.row_scale: float | None = None
-        #: What backward passes have counted, (E + 3,) float64: tokens of each expert; sums over rows of the
-        #: balance loss, which is not a number where nobody asks for it, and of the z-loss; rows. A forward
-        #: would count twice if it is recomputed to save memory, and one without gradients must not count.
+        #: What forwards with gradients have counted, (E + 3,) float64: tokens of each expert; sums over rows
+        #: of the balance loss, which is not a number where nobody asks for it, and of the z-loss; rows.
         self.sums: Tensor | None = None
         partial, initial = ("tensor",), initial or Uniform(1 / sqrt(hidden_size))
         self.declare("weight", (num_experts, hidden_size), partial=partial, initial=initial)
@@ -104,7 +105,7 @@ class TopKRouter(DeclaredModule):
         if self.normalize:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         weights_BSK = weights_BSK * self.scale
-        if torch.is_grad_enabled() and weights_BSK.requires_grad:
+        if torch.is_grad_enabled():
             weights_BSK = self._with_losses(weights_BSK, experts_BSK, scores_BSE, logits_BSE)
         return weights_BSK, experts_BSK
 
@@ -125,7 +126,11 @@ class TopKRouter(DeclaredModule):
     def _with_losses(
         self, weights_BSK: Tensor, experts_BSK: Tensor, scores_BSE: Tensor, logits_BSE: Tensor
     ) -> Tensor:
-        """Return the same weights; their backward also runs the losses' backward and counts the choices."""
+        """Return the same weights; their backward also runs the losses' backward and counts the choices.
+
+        A forward would count twice if it is recomputed to save memory. Where nothing so far is trained no
+        backward comes (in a pipeline it may), and the forward that runs outside of a backward counts.
+        """
         rows, state = len(weights_BSK), self.state
         length = weights_BSK.shape[1] * state.layout.context
         with torch.no_grad():
@@ -143,11 +148,20 @@ class TopKRouter(DeclaredModule):
             balance = (total_BE * shares_BSE.sum(1)).sum() * (self.num_experts / length**2)
             loss = balance * self.balance + loss
         losses = torch.stack([balance, z, torch.full_like(z, rows / state.layout.context)])
+        counts_E = counts_BE.sum(0)
+        if not weights_BSK.requires_grad:
+            if not in_backward():
+                self._count(counts_E, losses)
+            return weights_BSK
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
         loss = loss * (each * float(state.counts_here))
-        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_BE.sum(0), losses, self)
+        same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_E, losses, self)
         return same_BSK
+
+    def _count(self, counts_E: Tensor, losses: Tensor) -> None:
+        counted = torch.cat([counts_E, losses]).double()
+        self.sums = counted if self.sums is None else self.sums + counted
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
@@ -165,8 +179,7 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         counts_E, losses = ctx.saved_tensors
-        counted = torch.cat([counts_E, losses]).double()
-        ctx.router.sums = counted if ctx.router.sums is None else ctx.router.sums + counted
+        ctx.router._count(counts_E, losses)
         return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
 
 

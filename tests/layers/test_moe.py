@@ -301,10 +301,16 @@ def test_what_is_computed_again_counts_once_and_without_gradients_not_at_all():
     assert watch.after_step() is None
     checkpoint(lambda x: ours(x)[0], x, use_reentrant=False).sum().backward()
     assert ours.sums is not None and float(ours.sums[:E].sum()) == 2 * 9 * K
+    counted = ours.sums
     assert watch.after_step() is not None and watch.after_step() is None
+    # Nothing before a frozen router is trained; what comes after it has it computed again.
+    after = torch.ones((), dtype=x.dtype, requires_grad=True)
+    ours.requires_grad_(False)
+    checkpoint(lambda x: (ours(x)[0] * after).exp(), x.detach(), use_reentrant=False).sum().backward()
+    assert ours.sums is not None and torch.equal(ours.sums, counted)
 
 
-def test_biases_move_towards_even_loads_and_stay_where_a_step_is_skipped():
+def test_biases_move_towards_even_loads_and_stay_where_a_step_is_skipped_or_the_router_frozen():
     ours = made(bias_corrected=True)
     watch, loads = Balancing(ours, rate=0.01), []
     torch.manual_seed(0)
@@ -316,6 +322,8 @@ def test_biases_move_towards_even_loads_and_stay_where_a_step_is_skipped():
     before = ours.bias.clone()
     ours(x)[0].sum().backward()
     watch.after_step(updated=False)
+    ours.requires_grad_(False)(x.requires_grad_())[0].sum().backward()
+    watch.after_step()
     assert torch.equal(ours.bias, before) and before.any()
 
 

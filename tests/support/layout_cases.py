@@ -51,6 +51,7 @@ from support.short_training import (
     Case,
     Outcome,
     Parts,
+    balance_of,
     build_rank,
     outcomes,
     rank_batch,
@@ -145,6 +146,7 @@ class RankRecord:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    balance: list[float] = field(default_factory=list)
     gradients: Pieces = field(default_factory=dict)
     initial: Pieces = field(default_factory=dict)
     parameters: Pieces = field(default_factory=dict)
@@ -256,6 +258,8 @@ class _Run:
             self._update(result.loss)
         self.record.sent = sent_in(operators, self.state)
         self.record.parameters = self._pieces()
+        if row.tolerance is not None:
+            self.record.balance = balance_of(self.parts.model, self.state)
         if row.holds:
             self._measure(batches[2:])
         if row.resumes is not None:
@@ -573,12 +577,13 @@ def compared(row: Row, whole: Outcome | None, ranks: list[RankRecord]) -> Record
     if whole is not None:
         assert min(whole.norms) > 2 * row.case.clip, "the clipping does not bite, so it is not tested"
         for rank in ranks:
-            assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), "ranks disagree"
+            numbers = [(each.losses, each.norms, each.balance) for each in (rank, ranks[0])]
+            assert numbers[0] == numbers[1], "ranks disagree"
             for name, (box, _, initial) in rank.initial.items():
                 assert name in whole.initial, f"{name}: one device does not have it"
                 assert torch.equal(whole.initial[name][box.slices], initial), f"initial {name} differs"
         gradients = assemble([rank.gradients for rank in ranks])
-        trained = Outcome(ranks[0].losses, ranks[0].norms, gradients, {}, parameters)
+        trained = Outcome(ranks[0].losses, ranks[0].norms, ranks[0].balance, gradients, {}, parameters)
         differences = [*relative_differences(replace(whole, initial={}), trained)]
     elsewhere = assemble([rank.elsewhere for rank in ranks])
     record = Record(differences, ranks, [])

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from trilith.data.batch import Batch
-from trilith.layers import Scaling, compile_blocks, use_float8
+from trilith.layers import Balancing, Scaling, compile_blocks, use_float8
 from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
 from trilith.parallel_state.engine import to_empty
@@ -68,10 +68,13 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Hold each step's loss and gradient norm, the first step's gradients, the first and last parameters."""
+    """Hold each step's loss and gradient norm, the balance of experts over all steps (``balance_of``), the
+    first step's gradients, the first and last parameters.
+    """
 
     losses: list[float]
     norms: list[float]
+    balance: list[float]
     gradients: dict[str, Tensor]
     initial: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -123,8 +126,10 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
     return Parts(model, step, make_adamw(model, lr=case.lr), family, config)
 
 
-def train_rank(case: Case) -> Observation:
-    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
+def train_rank(case: Case) -> tuple[Observation, list[float]]:
+    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end,
+    and the balance of experts.
+    """
     if case.device == "cuda":
         share_gpu()
     state = ParallelState.start(case.layout, device="cuda:0" if case.device == "cuda" else case.device)
@@ -136,10 +141,26 @@ def train_rank(case: Case) -> Observation:
         return parts.model, parts.step
 
     batches = (rank_batch(case, number, state) for number in range(case.steps))
-    clip = partial(clip_gradients, max_norm=case.clip, state=state)
-    seen = observe(build, batches, state, lr=case.lr, clip=clip)
+    clip, balance = partial(clip_gradients, max_norm=case.clip, state=state), list[float]()
+    seen = observe(
+        build, batches, state, lr=case.lr, clip=clip,
+        then=lambda model, _: balance.extend(balance_of(model, state)),
+    )  # fmt: skip
     dist.barrier()
-    return seen
+    return seen, balance
+
+
+def balance_of(model: nn.Module, state: ParallelState) -> list[float]:
+    """Return what a run's metrics say of its experts, over all steps so far: z-loss, load and balance loss;
+    this is not there where nobody asks for it over context ranks.
+    """
+    balance = Balancing(model, state=state).after_step()
+    if balance is None:
+        return []
+    if balance.balance is None:
+        assert state.layout.context > 1
+        return [balance.z_loss, balance.load]
+    return [balance.z_loss, balance.load, balance.balance]
 
 
 def rank_batch(case: Case, step: int, state: ParallelState) -> Batch:
@@ -160,21 +181,24 @@ def batch(case: Case, step: int, vocab_size: int) -> Batch:
     return Batch(input_ids, labels, positions)
 
 
-def outcome(ranks: Sequence[Observation]) -> Outcome:
-    """Assemble the outcomes of all ranks into one; ranks must agree on losses and norms bit for bit."""
+def outcome(of_ranks: Sequence[tuple[Observation, list[float]]]) -> Outcome:
+    """Assemble the outcomes of all ranks into one; ranks must agree on all numbers bit for bit."""
+    ranks, (balance, *balances) = [rank for rank, _ in of_ranks], [balance for _, balance in of_ranks]
     first = ranks[0]
+    assert all(each == balance for each in balances), "ranks disagree"
     for rank in ranks[1:]:
         assert rank.losses == first.losses and rank.norms == first.norms, "ranks disagree"
     return Outcome(
         first.losses,
         first.norms,
+        balance,
         assemble([rank.gradients for rank in ranks]),
         assemble([rank.initial for rank in ranks]),
         assemble([rank.parameters for rank in ranks]),
     )
 
 
-def train_each(cases: Sequence[Case]) -> list[Observation]:
+def train_each(cases: Sequence[Case]) -> list[tuple[Observation, list[float]]]:
     observations = []
     for case in cases:
         torch.manual_seed(0)  # for the masks of dropout, as in a call of its own
@@ -200,9 +224,10 @@ def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
 
 
 def relative_differences(a: Outcome, b: Outcome) -> Iterator[tuple[str, float]]:
-    """Yield each loss, norm and tensor with its difference, relative to its largest element."""
-    for name in ("losses", "norms"):
-        for step, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
+    """Yield each number and tensor with its difference, relative to its largest element."""
+    for name in ("losses", "norms", "balance"):
+        both = getattr(a, name), getattr(b, name)
+        for step, (x, y) in enumerate(zip(*both, strict=name != "balance")):
             yield f"{name}[{step}]: {x} and {y}", abs(x - y) / abs(x) if x != y else 0.0
     for kind in ("initial", "gradients", "parameters"):
         for name, difference in differences(getattr(a, kind), [as_pieces(getattr(b, kind))]):
