@@ -179,7 +179,10 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         counts_E, losses = ctx.saved_tensors
-        ctx.router._count(counts_E, losses)
+        # The second of a stage's two backward passes may come here again, on its way to another weight.
+        if ctx.router is not None:
+            ctx.router._count(counts_E, losses)
+        ctx.router = None
         return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
 
 
