@@ -2,7 +2,8 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...parallel_state import Layout
 from ...ranks.messages import FunctionName, pack
 from ...training import FunctionLoss, Loss
 from ..layouts import on_ranks
-from .run import Trial, run_trial
+from .run import Trial, Witnessed, run_trial
 from .verdict import Fault, Figures, Judge, module_of
 
 #: Layouts that a module without sequence parallelism and stages should support.
@@ -65,7 +66,9 @@ def assert_layout_invariant(
     Returns the largest differences by layout. Raises ``LayoutVariance``, an ``AssertionError``, which names
     the first module that differs in the order of computation, and ``BadInput`` for a layout that the module
     refuses; what the module itself raises comes as ``RankError``. ``tolerance`` is relative to a tensor's
-    largest element; ``timeout``, in seconds, is of each run.
+    largest element. Beyond it a parameter or its gradient is still right if one process is about as far from
+    itself with weights that differ in their last digit: a key's bias, whose gradient is zero but for
+    rounding, is. ``timeout``, in seconds, is of each run.
     """
     name, arguments = _named(factory)
     by_name = loss is None or isinstance(loss, FunctionType)
@@ -73,6 +76,13 @@ def assert_layout_invariant(
     packed = pack((*arguments, dict(batch), None if by_name else loss))
     trial = Trial(name, loss_name, packed, micro_batch, steps, clip, lr, seed, schedule)
     figures: dict[Layout, Figures] = {}
+
+    @cache
+    def nudge() -> Witnessed:
+        nudged = replace(trial, nudged=True)
+        witnessed: Witnessed = on_ranks(run_trial, 1, nudged, None, {}, None, None, timeout=timeout)[0]
+        return witnessed
+
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
         (alone,) = on_ranks(run_trial, 1, trial, None, {}, None, read, timeout=timeout)
@@ -81,7 +91,7 @@ def assert_layout_invariant(
             ranks = on_ranks(
                 run_trial, layout.world, trial, layout, alone.declared, read, write, timeout=timeout
             )
-            verdict = Judge(layout, alone, ranks, tolerance).verdict()
+            verdict = Judge(layout, alone, ranks, tolerance, nudge).verdict()
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
             figures[layout] = verdict

@@ -38,7 +38,8 @@ Declared = Mapping[str, Declaration]
 class Trial:
     """State what every rank has to do; without a ``schedule`` it is the plainest for the layout's stages.
 
-    ``arguments``: those for the factory, the batch, and a loss that is no function, packed.
+    ``arguments``: those for the factory, the batch, and a loss that is no function, packed. ``nudged``: each
+    weight is the next number, up or down.
     """
 
     factory: FunctionName
@@ -50,6 +51,7 @@ class Trial:
     lr: float
     seed: int
     schedule: str | None
+    nudged: bool = False
 
     def make(self) -> tuple[Callable[..., nn.Module], Callable[..., Any], Samples]:
         """Make the factory, the loss and the batch in this process.
@@ -103,6 +105,8 @@ def run_trial(
     if layout is not None:
         shard_over_data(model, state, Precision(DTYPE, DTYPE, DTYPE))
     _fill(model, trial.seed, state)
+    if trial.nudged:
+        _nudge(model, trial.seed)
     stages = state.layout
     schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
     schedule = trial.schedule or schedule
@@ -170,6 +174,15 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
     for name in own:
         local_data(model.get_parameter(name)).zero_()
     roughen(model, seed, state, also=own)
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            parameter.copy_(parameter.nextafter(torch.where(up, torch.inf, -torch.inf)))
 
 
 def _spread(output: Any, samples: Samples) -> tuple[Tensor, int]:

@@ -1,11 +1,12 @@
 """Find, in what ranks recorded of a module, the first thing that differs from one process: what to blame."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Literal
+from math import isfinite
+from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from ...parallel_state import Layout
@@ -16,6 +17,9 @@ from .relation import Placement, place
 from .run import Witnessed
 
 Order = Literal["forward", "backward"]
+Kind = Literal["gradients", "parameters"]
+#: How many times as far from one process as its own rounding takes it may be what only rounds otherwise.
+ROUNDING = 100
 
 _SUM = "reduce_from_tensor (leave_tensor under sequence parallelism), or a RowParallelLinear"
 _COPY = "copy_to_tensor (enter_tensor under sequence parallelism), or a ColumnParallelLinear"
@@ -37,7 +41,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Figures:
-    """Hold the largest relative differences of one layout."""
+    """Hold the largest relative differences of one layout, but for those that are rounding."""
 
     forward: float
     gradients: float
@@ -46,12 +50,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Judge:
-    """Compare what ``ranks`` saw in a layout with what one process saw, ``alone``."""
+    """Compare what ``ranks`` saw in a layout with what one process saw, ``alone``.
+
+    ``nudge`` runs one process again, with weights that differ in their last digit: what this changes as much
+    is rounding. A gradient that is zero by its formula, as that of a key's bias, is, and AdamW divides it by
+    its own size.
+    """
 
     layout: Layout
     alone: Witnessed
     ranks: Sequence[Witnessed]
     tolerance: float
+    nudge: Callable[[], Witnessed]
 
     def verdict(self) -> Fault | Figures:
         """Return the first fault, in the order of computation, or how close everything is."""
@@ -69,9 +79,20 @@ class Judge:
         kinds = (self._differences(key) for key in ("gradients", "parameters"))
         return Figures(forward, *(max((gap for _, gap in gaps), default=0.0) for gaps in kinds))
 
-    def _differences(self, key: str) -> Iterator[tuple[str, float]]:
-        alone, ranks = getattr(self.alone.run, key), [getattr(rank.run, key) for rank in self.ranks]
-        return differences(assemble([alone]), ranks)
+    def _differences(self, key: Kind) -> Iterator[tuple[str, float]]:
+        """Yield each tensor's difference, but for one that is rounding."""
+        for name, relative in _apart(key, self.alone, self.ranks):
+            if relative <= self.tolerance or not relative <= ROUNDING * self._rounding[key].get(name, 0.0):
+                yield name, relative
+
+    @cached_property
+    def _rounding(self) -> dict[Kind, dict[str, float]]:
+        """Return how far each tensor of one process is from itself where its weights are nudged."""
+        kinds, nudged = get_args(Kind), [self.nudge()]
+        return {
+            kind: {name: gap for name, gap in _apart(kind, self.alone, nudged) if isfinite(gap)}
+            for kind in kinds
+        }
 
     def _structure(self) -> Fault | None:
         misfits = {name: text for rank in reversed(self.ranks) for name, text in rank.misfits.items()}
@@ -113,18 +134,10 @@ class Judge:
             if holders and name in self.alone.run.gradients:
                 text = f"the gradient of {name} differs by {relative:.1e}"
                 text += self._although("every activation's is right") + self._wrong_declaration(name, holders)
-                text += self._only_rounding(name)
             else:
                 text = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
             return Fault(module_of(name), "gradient", relative, text)
         return None
-
-    def _only_rounding(self, name: str) -> str:
-        """Return what to do about a gradient that may be zero by its formula, as that of a key's bias is."""
-        sizes = {each: largest(tensor) for each, (_, _, tensor) in self.alone.run.gradients.items()}
-        eps = torch.finfo(self.alone.run.gradients[name][2].dtype).eps
-        rounding = sizes[name] <= eps * max(sizes.values())
-        return ". It is zero but for rounding: a larger tolerance takes it" if rounding else ""
 
     def _wrong_declaration(self, name: str, holders: Sequence[Witnessed]) -> str:
         """Return the mistake of its declaration that a parameter's gradient looks like, or nothing."""
@@ -207,6 +220,10 @@ class Judge:
         """Yield the ranks of each tensor group; the tensor axis varies fastest."""
         for start in range(0, self.layout.world, self.layout.tensor):
             yield self.ranks[start : start + self.layout.tensor]
+
+
+def _apart(key: Kind, alone: Witnessed, ranks: Sequence[Witnessed]) -> Iterator[tuple[str, float]]:
+    return differences(assemble([getattr(alone.run, key)]), [getattr(rank.run, key) for rank in ranks])
 
 
 def _differs(event: Event, placement: Placement, order: Order, called: Collection[str]) -> Fault:
