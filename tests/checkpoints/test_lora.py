@@ -327,6 +327,8 @@ test_adapters_that_do_not_fit_are_refused = refusals(
          lambda name, one: {EXTRA: one.clone()}),
         ("shape", r"expected \[", lambda name, one: {name: one[:, 1:].clone()}),
         ("nan", "expected finite numbers", lambda name, one: {name: one * float("nan")}),
+        ("sums too large", "expected finite sums, found a NaN or an infinity",
+         lambda name, one: {name: torch.full_like(one, 3e38)}),
     )),
     *(Refused(why, merging(), says, given=spoiled(**fields)) for why, says, fields in (
         ("rank", r"expected \[", {"r": 5}),

@@ -91,6 +91,8 @@ REFUSED = [
     of(GEMMA3, "gemma3-one-rope", "rope_parameters", {"rope_parameters": LINEAR}),
     roped(GEMMA3, "gemma3-window-rope", f"{WINDOW}.rope_type", **{WINDOW: NOPE}),
     roped(GEMMA3, "gemma3-two-thetas", f"{WINDOW}.rope_theta", **{WINDOW: {"rope_theta": 2e4}}),
+    of(config("gpt_oss"), "gpt-oss-two-names", "experts_per_token", {"experts_per_token": 3}),
+    of(config("gpt_oss"), "gpt-oss-context", "initial_context_length", {"initial_context_length": 7}),
     llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
     llama("D5-number", "architectures", {"architectures": 5}),
     llama("D7", "num_key_value_heads", {"num_key_value_heads": 4}),

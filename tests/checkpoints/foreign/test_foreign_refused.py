@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -95,6 +96,14 @@ def listing(*numbers):
 
 def compress(metadata):
     next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def forget_a_place(metadata):
+    del metadata.storage_data[next(iter(metadata.storage_data))]
+
+
+def of_another_kind(metadata):
+    metadata.state_dict_metadata["tok_embeddings.weight"] = ()
 
 
 def steps_that_differ(folder):
@@ -190,9 +199,16 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=harmed("titan", CHUNK, lambda path: truncate(path, -1))),
     Refused("no part", copied("llama2"), r"wo\.weight.*16 columns.*8 in 1 parts.*after consolidated\.00",
             given=harmed("llama2", PART, Path.unlink)),
+    Refused("no first part", copied("llama2"), r"consolidated\.00\.pth: expected a part for every rank",
+            given=harmed("llama2", "consolidated.00.pth", Path.unlink)),
+    Refused("a zip of something else", copied("all.pt"), "none that torch.save wrote",
+            given=lambda folder: ZipFile(folder / "all.pt", "w").writestr("a/notes.txt", "x")),
     Refused("a chunk listed never", read, "owned by nobody", given=listing(0)),
     Refused("a chunk listed twice", read, "owned 2 times", given=listing(0, 1, 1)),
     Refused("compressed chunks", read, "without storage transforms", given=with_metadata(compress)),
+    Refused("a chunk in no place", read, "a place for the chunk at", given=with_metadata(forget_a_place)),
+    Refused("another record", read, "expected TensorStorageMetadata, found tuple. The file is damaged",
+            given=with_metadata(of_another_kind)),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
     *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(step)}", given=at_step(step))
       for step in ("-1", "1.5", "nan", "1e+30")),

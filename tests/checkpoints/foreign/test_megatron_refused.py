@@ -138,6 +138,8 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     # Weights that mean something else.
     *(Refused(argument, read, argument, given=dist(args=other_args(**{argument: value})))
       for argument, value in MEANINGS.items()),
+    Refused("no tensor rank", read, r"args\.tensor_model_parallel_size: expected a number above 0, found 0",
+            given=legacy(args=other_args(tensor_model_parallel_size=0))),
     Refused("scales that Megatron lacks", read, "embed_tokens", given=dist(whole(LLAMA), **GRANITE)),
     Refused("another backend", read, "--ckpt-format torch_dist", given=dist(
         write=lambda step: (step / "metadata.json").write_text('{"sharded_backend": "zarr"}'))),
