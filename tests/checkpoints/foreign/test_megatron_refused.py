@@ -159,6 +159,8 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
             given=legacy(lambda step: shutil.rmtree(step / "mp_rank_01"), ranks=2)),
     Refused("ranks of two steps", read, r"mp_rank_01.*iteration: expected 3, found 4.*not of one checkpoint",
             given=legacy(edited(1, lambda state: state.update(iteration=4)), ranks=2)),
+    Refused("a rank without a model", read, "expected as many models in every rank's file, found 1, 0",
+            given=legacy(edited(1, lambda state: state.pop("model")), ranks=2)),
     Refused("version 1", read, r"checkpoint_version: .*2\.0 or later", given=legacy(checkpoint_version=1.0)),
     Refused("no arguments", read, "args: .*arguments", given=legacy(args=None)),
     Refused("no tensors", read, "model: .*tensors", given=legacy(model={})),
