@@ -230,8 +230,10 @@ CHANGED = [
     (fp8_model, "F8_E4M3", lambda _: {MATRIX + FACTORS: None}),
     (fp8_model, "expected a matrix of F8_E4M3", lambda tensors: {MATRIX: tensors[MATRIX].float()}),
     (mxfp4_model, f"{STACK}{SCALES}.*bytes", lambda _: {STACK + SCALES: torch.ones(3, 1, dtype=torch.uint8)}),
+    (mxfp4_model, f"{STACK}{BLOCKS}: expected bytes .U8. in groups, found I8",
+     lambda tensors: {STACK + BLOCKS: tensors[STACK + BLOCKS].view(torch.int8)}),
     (mxfp4_model, f"{STACK}{SCALES}.*no such tensor", lambda _: {STACK + SCALES: None}),
-]
+]  # fmt: skip
 PACKINGS = [
     *((fp8_model, {"weight_block_size": size}) for size in (None, [0, 16])),
     *((mxfp4_model, {"quant_method": method}) for method in ("bitsandbytes", "gptq", None)),

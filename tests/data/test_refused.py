@@ -183,7 +183,12 @@ def ids(why, new, says):
 test_token_files_that_do_not_fit_are_refused = refusals(
     *(
         damaged(f"{why}-{name}", partial(harm, ending=ending), says)
-        for ending, name in ((".bin", "tokens"), (".json", "index"), (".docs.npy", "offsets"), (".sums", "sums"))
+        for ending, name in (
+            (".bin", "tokens"),
+            (".json", "index"),
+            (".docs.npy", "offsets"),
+            (".sums", "sums"),
+        )
         for why, harm, says in (
             ("F1-empty", empty, "empty"),
             ("no", missing, "trilith tokenize" if name == "index" else "nothing there"),
