@@ -49,13 +49,16 @@ def causal_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
-    Returns (B, H, S, E), like ``q``, or as wide as ``v``, whose heads may be narrower. There may be several
-    query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of the
-    scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
+    Returns (B, H, S, E), like ``q``, or as wide as ``v``, if its heads have another width. There may be
+    several query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of
+    the scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
     soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``scores.py``;
     ``alibi``: biases of the heads of ``q``. ``backend``: what computes it; ``auto`` takes the first of the
     table in ``backends.py`` that can. With several context ranks the call is collective, in blocks.
     """
+    if (missing := v_BKSE.shape[-1] - q_BHSE.shape[-1]) > 0:  # no kernel takes values that are wider
+        scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
+        q_BHSE, k_BKSE = F.pad(q_BHSE, (0, missing)), F.pad(k_BKSE, (0, missing))
     scores = Scores(scale, soft_cap, sinks, alibi, dropout)
     scope = scope or AttentionScope()
     if scope.over_context:

@@ -26,7 +26,7 @@ from .config import AXES, AdoptedConfig, adopted_types, first_place, proved, ref
 from .cut import Cutter
 from .files import file_links, left_out, module_pieces
 from .layers import StageEnd, StandIn, around_blocks, without_sequence
-from .probe import on_meta, probed
+from .probe import UNSEEN, on_meta, probed
 
 
 class Adopted(CausalLM):
@@ -180,6 +180,8 @@ class TransformersFamily(Family):
         shown, unproved = probed(config), {} if self.trusted else refusals(self.model_type)
         reasons = {"pipeline": shown.no_pipeline, "context": shown.no_context, "expert": AXES["expert"]}
         reasons["sequence"] = shown.no_context or shown.no_pipeline
+        if shown.unseen and not self.trusted and not unproved.get("pipeline", "").startswith(UNSEEN):
+            reasons["tensor"] = shown.unseen  # where proofs have seen which gradients are a rank's part
         for axis in AXES:
             size, alone = getattr(layout, axis), getattr(Layout(), axis)
             why = reasons.get(axis) or unproved.get(axis)

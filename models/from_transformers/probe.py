@@ -18,6 +18,8 @@ from .attention import ATTENTION, attention, of_whole_rows, watched
 from .config import AdoptedConfig, in_one_line, model_class, quiet
 
 _TOKENS = 16
+#: How the reasons begin for which no forward is seen.
+UNSEEN = NO_BLOCKS, NO_RUN = "no list of", "its code does not run without memory"
 
 
 def on_meta(cfg: AdoptedConfig, *, ours: bool) -> Any:
@@ -123,15 +125,16 @@ class Probed:
     ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor. ``idle``:
     parameters that logits of tokens alone do not depend on, such as those of an image encoder. ``in_part``:
     those between linears that the plan cuts, which meet a tensor rank's own heads or features alone.
+    ``unseen``: why neither is known.
     """
 
     def __init__(self, cfg: AdoptedConfig) -> None:
-        self.no_pipeline, self.no_context, self.outputs = "", "", 0
+        self.no_pipeline, self.no_context, self.unseen, self.outputs = "", "", "", 0
         self.entry, self.exit, self.idle, self.in_part = set[str](), set[str](), set[str](), set[str]()
         model, count = on_meta(cfg, ours=False), cfg.num_hidden_layers
         self.blocks = path_of_blocks(model, count)
         if not self.blocks:
-            self.no_pipeline = self.no_context = f"no list of {count} blocks in its code"
+            self.no_pipeline = self.no_context = self.unseen = f"{NO_BLOCKS} {count} blocks in its code"
             return
         if not getattr(type(model), "_supports_attention_backend", False):
             self.no_context = "its attention is not transformers' common one"
@@ -142,11 +145,11 @@ class Probed:
             watched_model = on_meta(cfg, ours=True) if ours else model
             try:
                 with watched(problems):
-                    self.no_pipeline = self._watch(watched_model, cfg)
+                    self.no_pipeline, self.unseen = self._watch(watched_model, cfg), ""
                 break
             except Exception as error:  # whatever its code raises
                 first = str(error).strip().partition("\n")[0][:120]
-                self.no_pipeline = f"its code does not run without memory ({type(error).__name__}: {first})"
+                self.no_pipeline = self.unseen = f"{NO_RUN} ({type(error).__name__}: {first})"
                 problems[:] = [self.no_pipeline]
         self.no_context = self.no_context or _why_not_ours(model.get_submodule(self.blocks), problems, cfg)
 
@@ -181,6 +184,7 @@ class Probed:
         inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
         for path, module in model.eval().named_modules():
             own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            _hold_rotation(module)
             if path in plan and isinstance(module, nn.Linear):
                 module.register_forward_hook(partial(planned, plan[path]))
             if module in number_of:
@@ -215,6 +219,19 @@ def probed(cfg: AdoptedConfig) -> Probed:
     """Return what a forward of the model shows."""
     with making(torch.bfloat16, "cpu"):  # without memory, grouped products of experts have no other dtype
         return Probed(cfg)
+
+
+#: Types of rotations that transformers computes anew by the positions that are there.
+_BY_POSITIONS = ("dynamic", "longrope")
+
+
+def _hold_rotation(module: Any) -> None:
+    """Let the rotations of a model stay as they are, since positions without memory have no largest."""
+    match vars(module).get("rope_type"):
+        case str(rope) if rope in _BY_POSITIONS:
+            module.rope_type = "default"
+        case dict(rope_of):
+            module.rope_type = rope_of | {key: "default" for key in rope_of if rope_of[key] in _BY_POSITIONS}
 
 
 #: What transformers' plans of attention lack, by type.
@@ -268,8 +285,8 @@ def _why_not_ours(blocks: nn.Module, problems: Sequence[str], cfg: AdoptedConfig
             return f"{type(module).__name__} mixes tokens outside of attention"
     stated = getattr(cfg.text, "rope_parameters", None) or {}
     tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
-    for table in tables:  # which transformers computes anew by the positions that are there
-        if (rope := table.get("rope_type")) in ("dynamic", "longrope"):
+    for table in tables:
+        if (rope := table.get("rope_type")) in _BY_POSITIONS:
             return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not problems:
         return "its blocks do not call transformers' common attention"

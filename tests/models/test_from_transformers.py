@@ -25,7 +25,7 @@ from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
-from trilith.models.from_transformers.probe import on_meta, probed
+from trilith.models.from_transformers.probe import Probed, on_meta, probed
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
@@ -46,6 +46,8 @@ OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and
 #: Types whose forward has what could be computed twice, left out or cut wrongly.
 CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+ROTATIONS = {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC | LONG | {"rope_type": "longrope"}}
 #: Families of the zoo that transformers computes as well.
 ZOO = random.Random(5).sample(sorted(offered().keys() & FAMILIES), 3)
 TENSOR, PIPELINE, CONTEXT = (Layout(**{axis: 2}) for axis in ("tensor", "pipeline", "context"))
@@ -91,6 +93,8 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("llava_next", PIPELINE),  # with a parameter around its blocks that no text reads
         ("llama4_text", TENSOR),  # whose stacks of experts are transposed
         ("mimo_v2_flash", TENSOR),  # whose attention has a parameter for each head
+        ("minicpm3", CONTEXT, {"v_head_dim": 32}),  # rotations from bare memory, values wider than keys
+        ("mellum", PIPELINE, {"rope_parameters": ROTATIONS}),  # whose rotations ask for the longest row
         # With norms of heads that the plan forgets.
         ("qwen3_vl_moe", LAYOUTS["sequence"]),
         ("phi", TENSOR, {"qk_layernorm": True}),
@@ -103,9 +107,9 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("gpt2", Layout.of(pipeline=2, virtual_stages=2, data=2, zero=3)),
         # Blocks give views, which a backward in two parts detaches in place.
         ("opt", Layout.of(pipeline=2, virtual_stages=2, v_shape=True)),
-        # What every layout would have alike: no factor of the embedding, rotations from bare memory, an
-        # output layer whose bias two modules name; and what the zoo computes too.
-        *((kind, None) for kind in ("gemma", "minicpm3", "roformer", *ZOO)),
+        # What every layout would have alike: no factor of the embedding, an output layer whose bias two
+        # modules name; and what the zoo computes too.
+        *((kind, None) for kind in ("gemma", "roformer", *ZOO)),
     ],
     ids=str,
 )  # fmt: skip
@@ -441,7 +445,8 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("stages", "arcee", {}, "pipeline: expected at most 4, one block a stage, found 8", pipeline=8),
     declared("a style without a row", "arcee", {"num_hidden_layers": 3},
              "model.layers.*: its plan's style diagonal is not known", change=UNKNOWN_STYLE, tensor=2),
-    declared("norms of heads", "cohere", {"use_qk_norm": True}, "q_norm.weight meets a rank's", tensor=2),
+    declared("norms of heads", "cohere", {"use_qk_norm": True, "rope_parameters": DYNAMIC},
+             "q_norm.weight meets a rank's", tensor=2),
     declared("a rule of files that keeps no boxes", "olmoe", {"num_hidden_layers": 2},
              "made by renaming, splitting, stacking", change=ROLLED),
     # Code may follow the output layer; and routers are transformers' own.
@@ -471,6 +476,12 @@ def declare_unproved(folder):
     made.check_layout(made.from_hf(tiny(kind)), TENSOR)
 
 
+def declare_unseen(folder):
+    made = family_of({"model_type": "arcee"})
+    with patch.object(Probed, "_watch", side_effect=RuntimeError("no numbers")):
+        made.check_layout(made.from_hf(tiny("arcee", vocab_size=99)), TENSOR)
+
+
 def hold_a_mask(folder):
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter
 
@@ -486,6 +497,8 @@ def hold_a_mask(folder):
 
 test_what_the_table_or_this_transformers_lacks_is_refused = of_this_version(refusals(
     Refused("an axis that no test has proved", declare_unproved, "layout: tensor"),
+    Refused("gradients of a rank's part that no forward has shown", declare_unseen,
+            "layout: tensor: .*its code does not run without memory .RuntimeError: no numbers"),
     Refused("a type that no test has tried", patch.dict(TABLE, clear=True)(
             lambda folder: family_of({"model_type": "arcee"}).from_hf({"model_type": "arcee"})),
             "no test has tried it"),
