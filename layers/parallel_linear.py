@@ -13,7 +13,7 @@ On one device each is ``nn.Linear``. Source: Shoeybi et al. 2019, section 3.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, sqrt
+from math import sqrt
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class ParallelLinear(DeclaredModule):
         self._width = in_features // self.state.tensor.size if self.cut_dim == 1 else in_features
         outputs = {"": out_features} if isinstance(out_features, int) else out_features
         units = dict.fromkeys(outputs, unit) if isinstance(unit, int) else unit
-        initial = initial or Uniform(1 / sqrt(in_features or inf))
+        initial = initial or Uniform(1 / sqrt(in_features))
         # Uniform beside uniform weights, as in torch.
         of_bias = initial if isinstance(initial, Uniform) else Constant(0.0)
         for name, features in outputs.items():

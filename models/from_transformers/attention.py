@@ -37,13 +37,16 @@ def of_whole_rows() -> Iterator[None]:
 
     Else it reads numbers to find that out, for which a step waits, and which a plan has not.
     """
-    from transformers import masking_utils
+    from transformers import PreTrainedModel, masking_utils
 
     skipped = masking_utils._ignore_causal_mask_sdpa
-    with patch.multiple(
-        masking_utils,
-        find_packed_sequence_indices=lambda position_ids: None,
-        _ignore_causal_mask_sdpa=lambda padding_mask, *sizes: skipped(None, *sizes),
+    with (
+        patch.multiple(
+            masking_utils,
+            find_packed_sequence_indices=lambda position_ids: None,
+            _ignore_causal_mask_sdpa=lambda padding_mask, *sizes: skipped(None, *sizes),
+        ),
+        patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
     ):
         yield
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
 from ..base.family import making
@@ -60,6 +61,11 @@ def _initialize(model: Any, kind: str) -> None:
             if isinstance(member, Tensor):
                 todo = "transformers' code keeps a tensor that is neither parameter nor buffer"
                 raise BadInput(kind, f"{path}.{name}", expected="no tensor", found="one", todo=todo)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.numel():
+                todo = "Some count in config.json is 0, such as that of shared experts, and may not be"
+                expected, actual = "a parameter with elements", f"shape {tuple(parameter.shape)}"
+                raise BadInput(kind, f"{path}.{name}", expected=expected, found=actual, todo=todo)
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
                 unset = float("nan") if buffer.is_floating_point() else 0
@@ -118,6 +124,16 @@ def _law(name: str, call: BoundArguments) -> Initial:
     return OWN
 
 
+class _LastPlace(TorchFunctionMode):
+    """Say which of the places without memory is the last: rotations ask for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        alone = func in (torch.max, Tensor.max) and len(args) == 1
+        if alone and args[0].is_meta and not args[0].is_floating_point():
+            return torch.tensor(_TOKENS - 1, device="cpu")
+        return func(*args, **kwargs or {})
+
+
 class Probed:
     """State what one forward showed, and why the model cannot be cut into stages or over context ranks.
 
@@ -151,7 +167,7 @@ class Probed:
                 first = str(error).strip().partition("\n")[0][:120]
                 self.no_pipeline = self.unseen = f"{NO_RUN} ({type(error).__name__}: {first})"
                 problems[:] = [self.no_pipeline]
-        self.no_context = self.no_context or _why_not_ours(model.get_submodule(self.blocks), problems, cfg)
+        self.no_context = self.no_context or _why_not_ours(model, self.blocks, problems)
 
     def _watch(self, model: Any, cfg: AdoptedConfig) -> str:
         """Run a forward, note what runs when, and return why its blocks cannot be cut into stages."""
@@ -170,6 +186,9 @@ class Probed:
                     shared.append(name)
             members = [output] if isinstance(output, Tensor) else [*output]
             self.outputs = 0 if isinstance(output, Tensor) else len(members)
+            read = _read_by(members[:1], until={entering[1].grad_fn})  # in what it is given, or finds
+            elsewhere = sorted(names[weight] for weight in read - {*block.parameters()})
+            shared.extend(f"what {name} makes" for name in elsewhere[:1])
             besides.extend(member for member in members[1:] if isinstance(member, Tensor))
             shapes.update(tuple(x.shape) if isinstance(x, Tensor) else () for x in (entering[1], members[0]))
 
@@ -180,11 +199,11 @@ class Probed:
             made_whole.extend(args if style == "rowwise" else ())
             cut_here.add(output.grad_fn)
 
+        names = {parameter: name for name, parameter in model.named_parameters()}
         plan, made_whole, cut_here = plan_of(model), list[Tensor](), set[Any]()
         inner, bare = {module for block in number_of for module in block.modules()}, list[str]()
         for path, module in model.eval().named_modules():
             own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            _hold_rotation(module)
             if path in plan and isinstance(module, nn.Linear):
                 module.register_forward_hook(partial(planned, plan[path]))
             if module in number_of:
@@ -192,7 +211,7 @@ class Probed:
             elif module not in inner and own:
                 bare += own
                 module.register_forward_pre_hook(noting(path))
-        with torch.device("meta"), of_whole_rows():
+        with torch.device("meta"), of_whole_rows(), _LastPlace():
             tokens = torch.zeros((2, _TOKENS), dtype=torch.int64)
             logits = model(input_ids=tokens, use_cache=False).logits
         read, in_part = _read_by([logits]), _read_by(made_whole, until=cut_here)
@@ -219,19 +238,6 @@ def probed(cfg: AdoptedConfig) -> Probed:
     """Return what a forward of the model shows."""
     with making(torch.bfloat16, "cpu"):  # without memory, grouped products of experts have no other dtype
         return Probed(cfg)
-
-
-#: Types of rotations that transformers computes anew by the positions that are there.
-_BY_POSITIONS = ("dynamic", "longrope")
-
-
-def _hold_rotation(module: Any) -> None:
-    """Let the rotations of a model stay as they are, since positions without memory have no largest."""
-    match vars(module).get("rope_type"):
-        case str(rope) if rope in _BY_POSITIONS:
-            module.rope_type = "default"
-        case dict(rope_of):
-            module.rope_type = rope_of | {key: "default" for key in rope_of if rope_of[key] in _BY_POSITIONS}
 
 
 #: What transformers' plans of attention lack, by type.
@@ -278,16 +284,16 @@ _OTHER_MIXERS = re.compile(
 )
 
 
-def _why_not_ours(blocks: nn.Module, problems: Sequence[str], cfg: AdoptedConfig) -> str:
+def _why_not_ours(model: nn.Module, blocks: str, problems: Sequence[str]) -> str:
     """Return why our attention does not compute the model's, or nothing."""
-    for module in blocks.modules():
+    for module in model.get_submodule(blocks).modules():
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
-    stated = getattr(cfg.text, "rope_parameters", None) or {}
-    tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
-    for table in tables:
-        if (rope := table.get("rope_type")) in _BY_POSITIONS:
-            return f"its rotation of type {rope} depends on the longest row that a rank has"
+    for module in model.modules():  # of which transformers computes some anew by the positions that are there
+        stated = vars(module).get("rope_type")
+        for rope in stated.values() if isinstance(stated, dict) else [stated]:
+            if rope in ("dynamic", "longrope"):
+                return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not problems:
         return "its blocks do not call transformers' common attention"
     return next(filter(None, problems), "")

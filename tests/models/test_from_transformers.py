@@ -46,8 +46,11 @@ OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and
 #: Types whose forward has what could be computed twice, left out or cut wrongly.
 CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
-ROTATIONS = {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC | LONG | {"rope_type": "longrope"}}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 16, "short_mscale": 1.1, "long_mscale": 1.2,
+}  # fmt: skip
+BY_KIND = {"full_attention": DYNAMIC, "sliding_attention": LONG}
 #: Families of the zoo that transformers computes as well.
 ZOO = random.Random(5).sample(sorted(offered().keys() & FAMILIES), 3)
 TENSOR, PIPELINE, CONTEXT = (Layout(**{axis: 2}) for axis in ("tensor", "pipeline", "context"))
@@ -94,12 +97,14 @@ def test_a_type_is_transformers_own_in_two_layouts_by_a_seed(kind):
         ("llama4_text", TENSOR),  # whose stacks of experts are transposed
         ("mimo_v2_flash", TENSOR),  # whose attention has a parameter for each head
         ("minicpm3", CONTEXT, {"v_head_dim": 32}),  # rotations from bare memory, values wider than keys
-        ("mellum", PIPELINE, {"rope_parameters": ROTATIONS}),  # whose rotations ask for the longest row
+        ("phimoe", PIPELINE, {"rope_parameters": LONG}),  # whose rotation asks for the last place
+        ("hunyuan_v1_dense", CONTEXT, {"rope_parameters": DYNAMIC | {"alpha": 9.0}}),  # for which it does not
         # With norms of heads that the plan forgets.
         ("qwen3_vl_moe", LAYOUTS["sequence"]),
         ("phi", TENSOR, {"qk_layernorm": True}),
         ("glm4_moe", TENSOR, {"use_qk_norm": True}),
-        ("gpt2", LAYOUTS["sequence"]),  # which adds positions, and views what the last block made
+        # Which adds positions, views what the last block made, and looks for padding.
+        ("gpt2", LAYOUTS["sequence"], {"pad_token_id": 0}),
         ("opt", LAYOUTS["sequence"]),  # whose blocks flatten tokens
         # Code behind the blocks of a stage views them by the tokens' shape.
         ("gpt_bigcode", Layout.of(tensor=2, pipeline=2, sequence=True)),
@@ -433,6 +438,9 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("three models", "musicgen", None, NOT_ALONE + PARTS),
     declared("indices between blocks", "glm_moe_dsa", {}, SHARED % "prev_topk_indices", pipeline=2),
     declared("inputs of each block", "gemma4_text", {}, SHARED % "per_layer_input", pipeline=2),
+    declared("keys of earlier blocks", "gemma4_unified_text",
+             {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+             SHARED % "what model.layers.0.self_attn.k_norm.weight makes", pipeline=2),
     declared("no list of blocks", "hrm_text", {}, "layout: pipeline: .*blocks in its code", pipeline=2),
     declared("its own attention", "qwen3_next", {}, OWN_ATTENTION, context=2),
     declared("tokens cut", "qwen3_next", {}, f"sequence: .*{OWN_ATTENTION}", tensor=2, sequence=True),
@@ -440,7 +448,9 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("its own mask", "phimoe", {}, "its mask is not causal: query 8, key 0", context=2),
     declared("keys", "diffllama", {}, "DiffLlamaAttention gives attention a second set of keys", context=2),
     declared("dynamic", "arcee", {"rope_parameters": DYNAMIC}, "context: expected 1 for arcee", context=2),
+    declared("by kind of block", "mellum", {"rope_parameters": BY_KIND}, "rotation of type dyn", context=2),
     declared("heads", "arcee", {}, r"^model.layers.0.self_attn.k_proj.weight: 2 units of 16 on", tensor=4),
+    declared("no shared experts", "dots1", {"n_shared_experts": 0}, "shared_experts.* Some count in conf"),
     declared("experts", "olmoe", {}, "the experts of adopted models are not spread", data=2, expert=2),
     declared("stages", "arcee", {}, "pipeline: expected at most 4, one block a stage, found 8", pipeline=8),
     declared("a style without a row", "arcee", {"num_hidden_layers": 3},
