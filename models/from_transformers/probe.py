@@ -187,8 +187,8 @@ class Probed:
             members = [output] if isinstance(output, Tensor) else [*output]
             self.outputs = 0 if isinstance(output, Tensor) else len(members)
             read = _read_by(members[:1], until={entering[1].grad_fn})  # in what it is given, or finds
-            elsewhere = sorted(names[weight] for weight in read - {*block.parameters()})
-            shared.extend(f"what {name} makes" for name in elsewhere[:1])
+            if elsewhere := {names[weight] for weight in read - {*block.parameters()}}:
+                shared.append(f"what {max(elsewhere)} makes")
             besides.extend(member for member in members[1:] if isinstance(member, Tensor))
             shapes.update(tuple(x.shape) if isinstance(x, Tensor) else () for x in (entering[1], members[0]))
 

@@ -440,7 +440,7 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("inputs of each block", "gemma4_text", {}, SHARED % "per_layer_input", pipeline=2),
     declared("keys of earlier blocks", "gemma4_unified_text",
              {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
-             SHARED % "what model.layers.0.self_attn.k_norm.weight makes", pipeline=2),
+             SHARED % "what model.layers.0.self_attn.v_proj.weight makes", pipeline=2),
     declared("no list of blocks", "hrm_text", {}, "layout: pipeline: .*blocks in its code", pipeline=2),
     declared("its own attention", "qwen3_next", {}, OWN_ATTENTION, context=2),
     declared("tokens cut", "qwen3_next", {}, f"sequence: .*{OWN_ATTENTION}", tensor=2, sequence=True),
