@@ -5,6 +5,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from unittest.mock import patch
 
 import pytest
 from support.command_lines import call_command
@@ -13,7 +14,7 @@ from support.forked_launch import launch_forked
 from support.refusals import Refused, refusals
 from support.short_runs import write_short_recipe
 from trilith.cli.app import run
-from trilith.cli.quickstart import Check, Quickstart
+from trilith.cli.quickstart import Check, Quickstart, standard_library
 from trilith.cli.shared.parity import observe_alone
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -193,7 +194,13 @@ def write_files(folder):
     write_tokens(folder / "tokens")
 
 
+def standard_library_of(folder):
+    with patch("sysconfig.get_path", lambda name: str(folder)):
+        return [*standard_library(9)]
+
+
 test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
+    Refused("no-standard-library", standard_library_of, "found no readable .py file"),
     command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
     command("recipe from-deepspeed ds.json -- --lr 1", "WORDS: expected none", write_files),
     command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),

@@ -203,6 +203,7 @@ test_plans_that_cannot_be_are_refused = refusals(
     plan("folder-without-config", "config.json", model="empty"),
     plan("unknown-model-type", "model_type", model="unknown.json"),
     plan("no-gpus", "--gpus", gpus=None),
+    plan("gpus-of-0", "--gpus: expected numbers from 1 to 16,777,216", gpus="8,0"),
     plan("no-such-gpu", "h100-80gb", "--gpu-type", "h1000"),
     plan("no-layout-for-the-number", "--gpus", "--global-batch", "8", "--sequence-length", "64", gpus="17"),
     plan("no-layout-for-any-number", "plan llama-3.2-1b: --gpus", *SMALL, gpus="17,19"),
