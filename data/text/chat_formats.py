@@ -1,18 +1,20 @@
 """Read records of chat sets in their usual forms into one form: a list of messages.
 
 ===========================  ==========================================================================
-``messages``                 a list of ``{"role": ..., "content": ...}``; with ``tools`` beside, if any
+``messages``                 a list of ``{"role": ..., "content": ...}``
 ``conversations``            the same as ``{"from": "human", "value": ...}`` (ShareGPT)
 ``prompt``, ``completion``   two texts, or two lists of messages; only the completion is learnt
-``instruction``, ``output``  with ``input`` and ``system``, if any (Alpaca)
+``instruction``, ``output``  with ``input``, if any (Alpaca)
 ===========================  ==========================================================================
+
+Each may have ``system`` beside, the text of a system message before the others, and ``tools``.
 """
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...system import literal
 
 _SHARED_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -31,22 +33,32 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
     """Return the conversation in a record; for any other form ``BadInput`` names ``where`` and the key."""
     # A table has every column in every row, and None where a row has nothing.
     record = {key: value for key, value in record.items() if value is not None}
-    tools = _tools(record.get("tools"), where)
+    tools, first = _tools(record.get("tools"), where), list[dict[str, Any]]()
+    if record.get("system"):
+        first.append({"role": "system", "content": _text(record["system"], where, "system")})
     for key in ("messages", "conversations"):
         if key in record:
-            return Conversation(_messages(record[key], where, key), 0, tools)
+            return Conversation(_after(first, _messages(record[key], where, key), where), 0, tools)
     if "prompt" in record and "completion" in record:
-        prompt = _turn(record["prompt"], where, "prompt", "user")
+        prompt = _after(first, _turn(record["prompt"], where, "prompt", "user"), where)
         completion = _turn(record["completion"], where, "completion", "assistant")
         return Conversation(prompt + completion, len(prompt), tools)
     if "instruction" in record and "output" in record:
         instructions = [_text(record[key], where, key) for key in ("instruction", "input") if record.get(key)]
-        turns = [("system", _text(record["system"], where, "system"))] if record.get("system") else []
-        turns.append(("user", "\n\n".join(instructions)))
-        turns.append(("assistant", _text(record["output"], where, "output")))
-        return Conversation([{"role": role, "content": content} for role, content in turns], 0, tools)
+        question = {"role": "user", "content": "\n\n".join(instructions)}
+        answer = {"role": "assistant", "content": _text(record["output"], where, "output")}
+        return Conversation([*first, question, answer], 0, tools)
     expected = "messages, conversations, prompt and completion, or instruction and output"
     raise BadInput(where, expected=expected, found=f"the keys {', '.join(record) or 'of nothing'}")
+
+
+def _after(first: list[dict[str, Any]], messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return the messages after the record's own system message, which they may repeat and not contradict."""
+    if first and messages[0]["role"] == "system":
+        same, todo = messages[0]["content"] == first[0]["content"], "Leave one of them out"
+        require(same, where, "system", "the text of the first message, a system message", "another", todo)
+        return messages
+    return first + messages
 
 
 def _turn(value: Any, where: str, key: str, role: str) -> list[dict[str, Any]]:

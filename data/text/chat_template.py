@@ -23,7 +23,7 @@ from ...storage.small_files import read_text
 from ...system import counted
 from ..token_file import TokenFile
 from .chat_formats import Conversation
-from .tokenizer_loading import CHAT_OPTIONS, FolderTokenizer, Tokenizer, check_length, check_text
+from .tokenizer_loading import FolderTokenizer, Tokenizer, check_length, check_text
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -99,25 +99,23 @@ class ChatTemplate:
 
         A token is learnt if any of its characters is the assistant's. ``where`` names the sample in errors.
         """
-        text = self._text(conversation.messages, conversation, where)
+        text, spans = self._apply(conversation.messages, conversation, where, marked=self.marked)
         check_text(text, where)
-        if self.marked:
-            options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
-            options["tokenizer_kwargs"] = {"return_offsets_mapping": True, **CHAT_OPTIONS}
-            encoding = self._apply(conversation.messages, conversation, where, tokenize=True, **options)
-            ids: list[int] = encoding["input_ids"]
-            learnt = np.array(encoding["assistant_masks"], dtype=np.uint8)
-            if conversation.prompt_length:
-                prompt = self._prompt(conversation, conversation.prompt_length, where)
-                self._check_begins(text, prompt, where)
-                learnt[np.array([end for _, end in encoding["offset_mapping"]]) <= len(prompt)] = 0
-            return ids, learnt
-        spans = self._spans(text, conversation, where)
+        _check_parts(text, conversation.messages, where)
+        if not self.marked:
+            spans = self._spans(text, conversation, where)
+        elif count := conversation.prompt_length:
+            answers = conversation.messages[count]["role"] == "assistant"
+            prompt = self._text(
+                conversation.messages[:count], conversation, where, add_generation_prompt=answers
+            )
+            self._check_begins(text, prompt, where)
+            spans = [(max(start, len(prompt)), end) for start, end in spans]
         encoding = self._loaded.encode_written(text, return_offsets_mapping=True)
         starts, ends = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         learnt = np.zeros(len(starts), dtype=np.uint8)
         for start, end in spans:
-            learnt[(starts < end) & (ends > start)] = 1
+            learnt[(starts < ends) & (starts < end) & (ends > start)] = 1
         return encoding["input_ids"], learnt
 
     def learns_the_header(self) -> bool:
@@ -159,31 +157,48 @@ class ChatTemplate:
         for number in range(conversation.prompt_length, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            prompt, end = self._prompt(conversation, number, where) if number else "", number + 1
+            end = number + 1
             answered = text if end == len(messages) else self._text(messages[:end], conversation, where)
+            if number:
+                prompt = self._prompt(conversation, number, where)
+            else:
+                prompt = self._opening(answered, conversation, where)
             self._check_begins(answered, prompt, where)
             self._check_begins(text, answered, where)
             spans.append((len(prompt), len(answered)))
         return spans
+
+    def _opening(self, answered: str, conversation: Conversation, where: str) -> str:
+        """Return what stands before an answer that nobody asked for, the first message: templates write no
+        conversation without messages. It ends with what they write behind any message to ask for an answer.
+        """
+        bare = self._text(conversation.messages[:1], conversation, where)
+        asked = self._prompt(conversation, 1, where)
+        header = asked[_shared(bare, asked) :]
+        if not header.strip() or header not in answered:
+            return ""
+        return answered[: answered.index(header) + len(header)]
 
     def _prompt(self, conversation: Conversation, count: int, where: str) -> str:
         """Return what stands before an answer to the first ``count`` messages."""
         return self._text(conversation.messages[:count], conversation, where, add_generation_prompt=True)
 
     def _text(self, messages: Any, conversation: Conversation, where: str, **options: bool) -> str:
-        text: str = self._apply(messages, conversation, where, tokenize=False, **options)
+        text, _ = self._apply(messages, conversation, where, **options)
         check_length(text, where)
         return text
 
-    def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
-        """Return what the tokenizer makes of these messages by this template."""
-        options |= {"tools": conversation.tools, "chat_template": self.text, **self.variables}
-        return self._loaded.apply_template(messages, where, **options)
+    def _apply(
+        self, messages: Any, conversation: Conversation, where: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return what this template writes of these messages, and which characters it marks."""
+        data = {"tools": conversation.tools, "chat_template": self.text, **self.variables}
+        return self._loaded.apply_template(messages, where, **options, **data)
 
     def _check_begins(self, whole: str, beginning: str, where: str) -> None:
         if whole.startswith(beginning):
             return
-        at = next((i for i, (a, b) in enumerate(zip(whole, beginning, strict=False)) if a != b), len(whole))
+        at = _shared(whole, beginning)
         expected = (
             "a template that writes the beginning of a conversation as it begins the whole one, "
             "to tell who speaks"
@@ -191,6 +206,22 @@ class ChatTemplate:
         todo = "Mark the assistant's words in the template with {% generation %} and {% endgeneration %}"
         actual = f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}"
         raise BadInput(self._where, "chat template", expected=expected, found=actual, todo=todo)
+
+
+def _shared(text: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (one, another) in pairs if one != another), min(len(text), len(other)))
+
+
+def _check_parts(text: str, messages: list[dict[str, Any]], where: str) -> None:
+    """Refuse content in parts that the template, made for text, has written as Python writes a list."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and str(content) in text:
+            expected, actual = "text, as the chat template writes content", "a list of parts"
+            todo = "Join the texts of the parts"
+            raise BadInput(where, f"content of message {number}", expected=expected, found=actual, todo=todo)
 
 
 def _own(tokenizer: FolderTokenizer) -> str:

@@ -198,19 +198,31 @@ class FolderTokenizer:
     def chat(self, messages: list[Message]) -> list[int]:
         todo = "Put chat_template.jinja beside the tokenizer, or generate from a plain --prompt"
         require(self.backend.chat_template, self.path, "chat_template", "one, for a chat", "none", todo)
-        text = self.apply_template(messages, self.path, tokenize=False, add_generation_prompt=True)
+        text, _ = self.apply_template(messages, self.path, add_generation_prompt=True)
         ids: list[int] = self.encode_written(text)["input_ids"]
         return ids
 
-    def apply_template(self, messages: Any, where: object, *, tokenize: bool, **options: Any) -> Any:
-        """Return what a chat template writes of messages, as text or as ids; ``BadInput`` if it refuses them.
-
-        The text is limited, which comes first: as ids it needs at least as much memory.
+    def apply_template(
+        self, messages: Any, where: object, *, marked: bool = False, **options: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return what a chat template writes of messages, and if it is ``marked``, which characters of that
+        stand between ``{% generation %}`` and its end; ``BadInput`` if it refuses the messages.
         """
-        seconds, memory = (None, None) if tokenize else (TEMPLATE_SECONDS, TEMPLATE_MEMORY)
         try:
-            with refuse_panics(where, self.backend), bounded(seconds=seconds, memory=memory):
-                return self.backend.apply_chat_template(messages, tokenize=tokenize, **options)
+            with (
+                refuse_panics(where, self.backend),
+                bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY),
+            ):
+                if not marked:
+                    return self.backend.apply_chat_template(messages, tokenize=False, **options), []
+                from transformers.utils.chat_template_utils import render_jinja_template
+
+                # Not the mask that goes with the ids: transformers 5.17, for one, loses the marks behind
+                # a character that makes no token, such as a blank before an answer, or marks all behind it.
+                options = {**self.backend.special_tokens_map, **options}
+                written: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+                (text,), (spans,) = written
+                return text, spans
         except BadInput:
             raise
         except Exception as error:  # a template raises what it likes

@@ -2,12 +2,14 @@
 
 import json
 import string
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.token_files import CHATML, MARKED
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers.normalizers import Replace, Sequence
 from transformers import PreTrainedTokenizerFast
 from trilith.data.text.chat_formats import Conversation, conversation_of
 from trilith.data.text.chat_template import Chat, ChatTemplate
@@ -77,6 +79,21 @@ def test_only_what_the_assistant_says_is_learnt(tokenizer, tmp_path, text):
     assert ids == theirs["input_ids"]
     _, targets = found.encode(Conversation(TALK, prompt_length=4), "here")
     assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"], "of a prompt nothing"
+    for talk in (Conversation(TALK[2:], prompt_length=1), Conversation(TALK[4:])):
+        ids, targets = found.encode(talk, "here")
+        assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"], (
+            "a question in the completion; none"
+        )
+
+
+def test_characters_without_a_token_end_no_answer(tokenizer, tmp_path):
+    tokenizer = deepcopy(tokenizer)
+    backend = tokenizer.backend.backend_tokenizer
+    backend.normalizer = Sequence([Replace(" ", ""), *filter(None, [backend.normalizer])])
+    talk = [{**message, "content": f" {message['content']} "} for message in TALK]
+    marked = template(tokenizer, tmp_path, MARKED.replace("+ '<|im_end|>\n' }}{% end", "}}{% end"))
+    ids, targets = marked.encode(Conversation(talk), "here")
+    assert learnt(tokenizer, ids, targets) == ["ahéron日本", "theend"]
 
 
 def test_both_ways_agree_where_a_token_reaches_over_the_edge(tokenizer, tmp_path):
@@ -154,6 +171,8 @@ FORMS = {
         [USER, ANSWER],
     ),
     "prompt": ({"prompt": "q", "completion": "a"}, [USER, ANSWER], 1),
+    "system-beside": ({"system": "s", "prompt": "q\n\non", "completion": "a"}, WITH_INPUT, 2),
+    "system-twice": ({"system": "s", "messages": WITH_INPUT}, WITH_INPUT),
     "prompt-of-messages": (
         {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
         [USER, ANSWER, USER, ANSWER],

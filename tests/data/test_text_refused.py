@@ -173,6 +173,7 @@ def without_start_token(folder):
     (folder / "t" / "special_tokens_map.json").unlink()
 
 
+TOLD = {"messages": [{"role": "system", "content": "Be brief."}, *talks(2)[1]["messages"]]}
 ARROW = "data-00001-of-00002.arrow"
 
 test_conversations_that_cannot_be_tokenized_are_refused = refusals(
@@ -182,6 +183,7 @@ test_conversations_that_cannot_be_tokenized_are_refused = refusals(
     chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
     chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
     chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
+    chat("two-systems", "in.jsonl", lines([{"system": "b", **TOLD}]), r":1: system: .* found another"),
     chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 sample"),
     chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
     chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
@@ -209,6 +211,9 @@ WHOLLY_MARKED = CHATML.replace("{{", "{% generation %}{{").replace("}}", "}}{% e
 test_templates_that_cannot_be_are_refused = refusals(
     template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
     template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
+    template(
+        "parts", "{{ messages[0].content|trim }}", "in:3: content of message 0: .*parts", [{"text": "x"}]
+    ),
     template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
     template("surrogate-marked", WHOLLY_MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
     Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
