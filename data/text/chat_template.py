@@ -101,7 +101,7 @@ class ChatTemplate:
         """
         text, spans = self._apply(conversation.messages, conversation, where, marked=self.marked)
         check_text(text, where)
-        _check_parts(text, conversation.messages, where)
+        _check_messages(text, conversation, where)
         if not self.marked:
             spans = self._spans(text, conversation, where)
         elif count := conversation.prompt_length:
@@ -135,6 +135,20 @@ class ChatTemplate:
             return False
         header, content, _ = whole.removeprefix(prompt).partition("seven7seven")
         return prompt == bare and whole.startswith(prompt) and bool(content) and bool(header.strip())
+
+    def differs_from_own(self) -> bool:
+        """Tell whether the tokenizer's own template, by which runs and exports answer, asks otherwise or is
+        not there. Tried on a question; False where this template does not take it.
+        """
+        question = {"role": "user", "content": "3+4"}
+        try:
+            prompt = self._prompt(Conversation([question]), 1, "a question")
+        except BadInput:
+            return False
+        try:
+            return self._loaded.chat([question]) != self._loaded.encode_written(prompt)["input_ids"]
+        except BadInput:
+            return True
 
     def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
         """Tell whether an answer's end mark is not learnt: a special token right after the learnt text.
@@ -214,14 +228,22 @@ def _shared(text: str, other: str) -> int:
     return next((at for at, (one, another) in pairs if one != another), min(len(text), len(other)))
 
 
-def _check_parts(text: str, messages: list[dict[str, Any]], where: str) -> None:
-    """Refuse content in parts that the template, made for text, has written as Python writes a list."""
-    for number, message in enumerate(messages):
-        content = message.get("content")
+def _check_messages(text: str, conversation: Conversation, where: str) -> None:
+    """Refuse content in parts that the template, made for text, has written as Python writes a list, and
+    answers that are to be learnt and weigh nothing.
+    """
+    for number, message in enumerate(conversation.messages):
+        content, weight = message.get("content"), message.get("weight", 1)
         if isinstance(content, list) and str(content) in text:
             expected, actual = "text, as the chat template writes content", "a list of parts"
             todo = "Join the texts of the parts"
             raise BadInput(where, f"content of message {number}", expected=expected, found=actual, todo=todo)
+        if message["role"] == "assistant" and number >= conversation.prompt_length:
+            expected, todo = (
+                "1: an answer is learnt",
+                "Give what is not as prompt, and the rest as completion",
+            )
+            require(weight == 1, where, f"weight of message {number}", expected, weight, todo)
 
 
 def _own(tokenizer: FolderTokenizer) -> str:
@@ -253,9 +275,15 @@ def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -
             "the model would not learn to stop. Write an end mark in the template, inside {% generation %}; "
             "see with --show 1"
         )
-    if chat.template_of(tokenizer, path).learns_the_header():
+    template = chat.template_of(tokenizer, path)
+    if template.learns_the_header():
         warnings.append(
             "the template ignores add_generation_prompt, so what stands before an answer is learnt with it. "
             "Mark the answers with {% generation %} and {% endgeneration %}; see with --show 1"
+        )
+    if chat.template is not None and template.differs_from_own():
+        warnings.append(
+            f"generate --chat, exports and servers will not know {chat.template}, but the template beside the "
+            f"tokenizer: make it {path / 'chat_template.jinja'} before training"
         )
     return warnings

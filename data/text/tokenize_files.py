@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...parallel_state import BadInput, PeerFailed, require
+from ...parallel_state import BadInput, PeerFailed
 from ...storage.output_places import check_place
 from ...system import check_workers
 from ...system.machine import usable_cores
@@ -198,10 +198,17 @@ def tokenize(
     if chat is not None:
         chat = chat.on_one_day(loaded, tokenizer)
         template_sha256 = chat.template_of(loaded, tokenizer).sha256
+        options = {
+            "--bos": bos, "--no-bos": bos is False, "--no-append-eos": not append_eos,
+            "--json-key": json_key != "text", "--split-paragraphs": split_paragraphs,
+        }  # fmt: skip
+        if idle := [option for option, is_written in options.items() if is_written]:
+            expected = "no option of running text: the template decides"
+            raise BadInput("tokenize", "--chat", expected=expected, found=idle[0])
     elif append_eos and loaded.eos_id is None:
         expected = "an end of sequence token"
         raise BadInput(tokenizer, "eos", expected=expected, found="none", todo="Use --no-append-eos")
-    bos_id = _begin(loaded, tokenizer, bos, chat)
+    bos_id = None if chat is not None else _begin(loaded, tokenizer, bos)
     job = Job(tokenizer, json_key, append_eos, chat, bos_id)
     if workers is None:
         workers = min(usable_cores(), 1 + size // _WORTH_A_PROCESS)
@@ -229,12 +236,8 @@ def tokenize(
         return writer.commit()
 
 
-def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) -> int | None:
+def _begin(loaded: Tokenizer, where: Path, bos: bool | None) -> int | None:
     """Return the tokens that each document begins with."""
-    if chat is not None:
-        actual = "--bos" if bos else "--no-bos"
-        require(bos is None, "--chat", None, "neither --bos nor --no-bos: the template decides", actual)
-        return None
     if bos and loaded.bos_id is None:
         raise BadInput(where, "bos", expected="a begin of sequence token", found="none", todo="Use --no-bos")
     return loaded.bos_id if bos or (bos is None and loaded.starts_with_bos) else None

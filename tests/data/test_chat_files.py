@@ -168,6 +168,7 @@ MISTRAL = (
     "else ' ' + m.content + '<|im_end|>' }}{% endfor %}"
 )
 ENDLESS, HEADED = "no special token at the end of an answer is learnt", "ignores add_generation_prompt"
+OTHER = "but the template beside the tokenizer"
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,7 @@ def chatml(tmp_path_factory):
     trained.train_from_iterator(["user assistant"], vocab_size=270, show_progress=False)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
     wrapped.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)  # of no role, as in Llama 3
+    wrapped.chat_template = CHATML
     wrapped.save_pretrained(path)
     return path
 
@@ -196,12 +198,12 @@ def write_talks(path, count=6):
         pytest.param(CHATML, [], id="ChatML"),
         pytest.param(MARKED, [], id="marks"),
         pytest.param(TIGHT, [], id="marks-and-no-blank-behind"),
-        pytest.param(MISTRAL, [], id="no-header-to-learn"),
+        pytest.param(MISTRAL, [OTHER], id="no-header-to-learn"),
         pytest.param(SHORT, [f"in 4 samples {ENDLESS}"], id="end-outside-the-marks"),
         pytest.param(SPOKEN, [f"in 4 samples {ENDLESS}"], id="another-special-token-inside"),
-        pytest.param(MISTRAL.replace("<|im_end|>", ""), [f"in 4 samples {ENDLESS}"], id="no-end-mark"),
-        pytest.param(PLAIN, [HEADED], id="no-generation-prompt"),
-        pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED], id="marks-in-a-comment"),
+        pytest.param(MISTRAL.replace("<|im_end|>", ""), [f"in 4 samples {ENDLESS}", OTHER], id="no-end-mark"),
+        pytest.param(PLAIN, [HEADED, OTHER], id="no-generation-prompt"),
+        pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED, OTHER], id="marks-in-a-comment"),
     ],
 )
 def test_the_command_warns(chatml, tmp_path, capsys, template, expected):

@@ -174,6 +174,7 @@ def without_start_token(folder):
 
 
 TOLD = {"messages": [{"role": "system", "content": "Be brief."}, *talks(2)[1]["messages"]]}
+WEIGHTLESS = {"messages": [TOLD["messages"][1], {"role": "assistant", "content": "No.", "weight": 0}]}
 ARROW = "data-00001-of-00002.arrow"
 
 test_conversations_that_cannot_be_tokenized_are_refused = refusals(
@@ -186,6 +187,8 @@ test_conversations_that_cannot_be_tokenized_are_refused = refusals(
     chat("two-systems", "in.jsonl", lines([{"system": "b", **TOLD}]), r":1: system: .* found another"),
     chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 sample"),
     chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
+    chat("weight", "in.jsonl", lines([WEIGHTLESS]), r":1: weight of message 1: expected 1.*as prompt"),
+    chat("key-of-texts", "in.jsonl", lines(talks(2)), "template decides, found --json-key", json_key="talk"),
     chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
     Refused(
         "no-start-token",
