@@ -25,7 +25,7 @@ from ..storage.safe_open import open_regular, stat_regular
 from ..storage.small_files import read_text
 from ..storage.staging import Staging
 from .token_file import TokenFile, publish_tokens, refuse_taken
-from .token_index import TokenPaths, little_endian
+from .token_index import TokenPaths, dtype_for, little_endian
 from .token_sums import FileHashes
 
 #: Bytes read at once: a multiple of every id's size.
@@ -75,6 +75,10 @@ def index_tokens(
     document begins with it. ``on_progress`` is called with the number of bytes read since its last call.
     Raises ``BadInput`` for an id that is not below ``vocab_size``, and for a name that is taken.
     """
+    if foreign.dtype == "uint16" != dtype_for(vocab_size):
+        expected = f"4 bytes for each, for a vocabulary of {vocab_size}"
+        todo = "Name the tokenizer that made the file"
+        raise BadInput(foreign.path, "ids", expected=expected, found="2 bytes", todo=todo)
     paths = TokenPaths.of(out)
     in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
     check_place(paths.name)

@@ -283,7 +283,7 @@ def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -
         )
     if chat.template is not None and template.differs_from_own():
         warnings.append(
-            f"generate --chat, exports and servers will not know {chat.template}, but the template beside the "
+            f"runs, exports and servers will not know {chat.template}, but the template beside the "
             f"tokenizer: make it {path / 'chat_template.jinja'} before training"
         )
     return warnings

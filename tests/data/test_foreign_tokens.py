@@ -316,6 +316,11 @@ test_options_that_contradict_each_other_are_refused = refusals(
         "files with different names, found two called int32",
         *("int32", "int32.bin", "--from", "megatron"),
     ),
+    Refused(
+        "a-larger-vocabulary",
+        lambda folder: index_tokens(read_megatron(FIXTURES / "uint16"), folder / "out", vocab_size=70_000),
+        r"uint16\.bin: ids: expected 4 bytes.*70000, found 2 bytes\. Name the tokenizer",
+    ),
     command("no-ds-files", "a folder with .ds files", "tokenizer", "--from", "datatrove"),
     command(
         "chat-for-megatron",
