@@ -145,8 +145,9 @@ class ChatTemplate:
             prompt = self._prompt(Conversation([question]), 1, "a question")
         except BadInput:
             return False
+        ids: list[int] = self._loaded.encode_written(prompt)["input_ids"]
         try:
-            return self._loaded.chat([question]) != self._loaded.encode_written(prompt)["input_ids"]
+            return self._loaded.chat([question]) != ids
         except BadInput:
             return True
 
@@ -225,7 +226,7 @@ class ChatTemplate:
 def _shared(text: str, other: str) -> int:
     """Return how many characters two texts have in common at their beginning."""
     pairs = enumerate(zip(text, other, strict=False))
-    return next((at for at, (one, another) in pairs if one != another), min(len(text), len(other)))
+    return next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _check_messages(text: str, conversation: Conversation, where: str) -> None:
