@@ -87,7 +87,7 @@ class SampleRows:
         long = places > length
         if overlong == "refuse" and long.any():
             expected = f"at most {length + 1} tokens each, for sequence_length={length}"
-            todo = 'Raise sequence_length, or set data.overlong to "truncate" or "drop"'
+            todo = 'Raise the sequence length, or set data.overlong in a recipe to "truncate" or "drop"'
             actual = f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}"
             raise BadInput(file.paths.tokens, "samples", expected=expected, found=actual, todo=todo)
         if long.any():

@@ -157,7 +157,8 @@ def _check_there(index: Path) -> None:
 def check_size(path: Path, size: int, meaning: str) -> None:
     """Refuse a file of another size."""
     actual = _size_of(path)
-    require(actual == size, path, "size", f"{size} bytes: {meaning}", actual)
+    todo = "Copy it again, or tokenize again"
+    require(actual == size, path, "size", f"{size} bytes: {meaning}", actual, todo)
 
 
 def read_sums(paths: TokenPaths, index: TokenIndex) -> tuple[Sums, Sums]:

@@ -69,7 +69,7 @@ test_batches_and_rows_that_cannot_be_are_refused = refusals(
     raw("F4-negative-label", partial(check_ids, [0, 6], [0, -1]), "label: expected 0 to 6, .*found -1"),
     files(
         "sample-that-no-row-holds",
-        "at most 5 tokens.*1 longer ones of 6, the longest with 6.*overlong",
+        "at most 5 tokens.*1 longer ones of 6, the longest with 6.*overlong in a recipe",
         partial(SampleRows, length=4, packed=True, overlong="refuse"),
         a=SAMPLES,
     ),
