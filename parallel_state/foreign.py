@@ -3,7 +3,8 @@ hooks of parameters that no backward would call.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -16,11 +17,14 @@ from .engine.autograd_and_compiler import has_hooks
 from .engine.fully_sharded import parameters_of, ranks_of
 from .state import ParallelState
 
+#: The models of several ranks that were seen here, each with the state that it was cut with.
+MODELS: MutableMapping[nn.Module, ParallelState] = WeakKeyDictionary()
 _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 is DDP, 1 to 3 are ZeRO"
 
 
-def mark_shared(model: nn.Module) -> None:
-    """Note that ``shard_over_data`` made the FSDP modules of this model."""
+def mark_shared(model: nn.Module, state: ParallelState) -> None:
+    """Note that ``shard_over_data`` has seen this model, and made its FSDP modules."""
+    MODELS[model] = state
     for module in model.modules():
         if is_sharded(module):
             module.__dict__["shared_over_data"] = True
@@ -34,11 +38,17 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
     """
     if state.layout.world > 1:
         refuse_foreign(model, where, over=state if averaged else None)
+        MODELS[model] = state
     for name, cut_for in _cut_otherwise(model, state):
         expected = "the ParallelState that the model was cut with"
         todo = f"Pass it: {where}(..., state=state)"
         actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
         raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
+    refuse_lost_hooks(model, where)
+
+
+def refuse_lost_hooks(model: nn.Module, where: str) -> None:
+    """Refuse hooks of parameters that were set after ``shard_over_data``."""
     copied = "compute_weights" in vars(model)
     if copied or fsdp_modules(model):
         refuse_hooks(model, where, of_sums=copied)

@@ -5,13 +5,11 @@ step trains: every trained parameter has a gradient, and not all gradients are z
 import math
 import re
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..system.errors import BadInput, PeerFailed
@@ -19,6 +17,7 @@ from .declaration import declarations
 from .engine import accelerator, fsdp_modules, local_data
 from .engine.local_tensors import foreach_copy_, real_data
 from .foreign import check_state
+from .optimizer_steps import watch_steps
 from .state import ParallelState, alone_or
 
 
@@ -55,7 +54,6 @@ class GradientSums:
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
             tied = [weight for _, weight, stated in self._all if stated.ends]
             summed += _sum_together(tied, state.ends.group, reduce, self._added)
-        _forget_at_updates()
         # Not before: a gradient may be in both sums.
         _SUMMED.update((gradient, gradient._version) for gradient in summed)
 
@@ -144,14 +142,8 @@ def _sum_together(
 
 #: The gradients that are sums which no optimizer has used so far, each with its version then.
 _SUMMED: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-
-
-@cache
-def _forget_at_updates() -> None:
-    """Let each step of an optimizer forget the sums: what sets gradients to zero behind it may leave no trace
-    in their versions, as one call for many DTensors does.
-    """
-    register_optimizer_step_post_hook(lambda optimizer, arguments, keywords: _SUMMED.clear())
+# What sets gradients to zero after it may leave no trace in their versions, as one call for many DTensors.
+watch_steps(after=_SUMMED.clear)
 
 
 def _refuse_summed_twice(gradients: Iterable[Tensor], here: Iterable[Tensor], added: int) -> None:
@@ -165,7 +157,8 @@ def _refuse_summed_twice(gradients: Iterable[Tensor], here: Iterable[Tensor], ad
             raise BadInput(
                 "finalize_gradients", "gradients", expected="those of one step's backwards, summed once",
                 found="sums, which would be summed a second time",
-                todo="Call it once in a step, after the last backward, and not after Step; then zero_grad()",
+                todo="Call it once in a step, after the last backward, and not after Step; then zero_grad() "
+                "(grad.data.zero_() leaves no trace)",
             )  # fmt: skip
 
 

@@ -10,14 +10,11 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers import HeadsLayerNorm
 from ..models import Family, ModelConfig
 from ..models.patterns import checked
 from ..parallel_state import BadInput, buffer_names, declarations, require
-from ..parallel_state.engine import is_dtensor
-from ..parallel_state.engine.local_tensors import AdamW
 from ..recipes.section import ParameterGroup
 from ..system import whole_number
 
@@ -100,7 +97,7 @@ def make_adamw(
     stated = declarations(model)
     by_head = {name for name, module in model.named_modules() if isinstance(module, HeadsLayerNorm)}
     usual = ParameterGroup(match=".")
-    sorted_out: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
+    sorted_out: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = (groups or {}).get(name, usual)
@@ -108,16 +105,14 @@ def make_adamw(
             dims = len(stated[name].shape) - (stated[name].experts or name.rpartition(".")[0] in by_head)
             decay = weight_decay if dims >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
-            # A fused kernel takes tensors of one mesh at a time; what is not declared is on a smaller one.
-            mesh = parameter.device_mesh if is_dtensor(parameter) else None
-            sorted_out.setdefault((group.lr_scale, decay, mesh), []).append(parameter)
+            sorted_out.setdefault((group.lr_scale, decay), []).append(parameter)
     parts = [
         {"params": params, "weight_decay": decay, "lr_scale": scale}
-        for (scale, decay, _), params in sorted_out.items()
+        for (scale, decay), params in sorted_out.items()
     ]
     # A pipeline stage of which nothing is trained has one group with nothing in it; torch refuses none.
     parts = parts or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
-    return AdamW(parts, lr=lr, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(parts, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -37,6 +37,7 @@ from ..parallel_state.engine import accelerator
 from ..parallel_state.engine.fully_sharded import (
     ReplicaSums,
     compute_with_stored,
+    follow_unfreezing,
     parameters_of,
     ranks_of,
     sum_on_one_rank,
@@ -74,6 +75,7 @@ def shard_over_data(
         if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
             _refuse_unfit(model)
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
+        mark_shared(model, state)
         return model
     for name, declaration in stated.items():
         declaration.check_shared(name)
@@ -109,8 +111,10 @@ def shard_over_data(
     fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     drop_after_evaluation(model)
     _sum_gradients(model, stacks, state)
+    for module in engine.fsdp_modules(model) if precision.casts else ():
+        follow_unfreezing(module)
     _refuse_several_dtypes(model)
-    mark_shared(model)
+    mark_shared(model, state)
     return model
 
 

@@ -208,6 +208,21 @@ class ReplicaSums:
             self.running.pop().wait()
 
 
+def follow_unfreezing(module: FSDPModule) -> None:
+    """Let FSDP ask again for the data types of a module's weights if none was trained when it asked first.
+
+    It would give those that are trained later gradients in the data type that they are computed in.
+    """
+
+    def ask_again(*_: object) -> None:
+        for group in () if torch.compiler.is_compiling() else _groups([module]):
+            if group._orig_dtype is None:
+                group._init_mp_dtypes()
+
+    if not any(parameter.requires_grad for parameter in parameters_of(module)):
+        cast(nn.Module, module).register_forward_pre_hook(ask_again)
+
+
 def sum_on_one_rank(module: FSDPModule) -> None:
     """Let the buffer to which FSDP copies a module's gradients on a mesh of one rank become the sums.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -42,17 +43,58 @@ def real_data(x: Tensor) -> Tensor:
     return torch.view_as_real(here) if here.is_complex() else here
 
 
-class AdamW(torch.optim.AdamW):
-    """Run torch's AdamW on what this rank stores of each tensor: the update is element by element.
+_OPTIM = torch.optim
+#: Torch's optimizers that update each element by itself, and those whose update depends on other elements.
+BY_ELEMENT = {
+    _OPTIM.Adadelta, _OPTIM.Adagrad, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.Adamax, _OPTIM.ASGD, _OPTIM.NAdam,
+    _OPTIM.RAdam, _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.SGD,
+}  # fmt: skip
+BY_TENSOR = {_OPTIM.Adafactor, _OPTIM.Muon}
 
-    For DTensors, torch's dispatch would plan for milliseconds how to cut each new shape.
+
+def update_stored(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch's compute with what this rank stores of each DTensor, if that is all of it,
+    or if each element is updated by itself.
+
+    For DTensors, torch's dispatch would plan for milliseconds how to cut each new shape; it takes no plain
+    tensors beside them and no two meshes in one call, and lacks some operators.
     """
+    kind: Any = type(optimizer)
+    here = weakref.ref(optimizer)  # a circle would keep the moments
+    if kind not in BY_ELEMENT | BY_TENSOR or "_init_group" in vars(optimizer):
+        return
 
-    def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
-        is_complex = bool(super()._init_group(group, *gathered))
-        for tensors in gathered:
-            tensors[:] = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
-        return is_complex
+    def _init_group(
+        group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor], *moments: list[Any]
+    ) -> Any:
+        answer = kind._init_group(here(), group, parameters, grads, *moments)
+        if not group.get("differentiable"):
+            grads[:] = map(_cut_as, grads, parameters)
+            for tensors in (parameters, grads, *moments):
+                tensors[:] = [_stored(x, kind in BY_ELEMENT) if isinstance(x, Tensor) else x for x in tensors]
+        return answer
+
+    vars(optimizer)["_init_group"] = _init_group
+
+
+def _cut_as(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient as its parameter is cut: operators on DTensors may leave it as parts of a sum."""
+    if not is_dtensor(grad) or not is_dtensor(parameter) or grad.placements == parameter.placements:
+        return grad
+    return grad.redistribute(placements=parameter.placements)
+
+
+def _stored(x: Tensor, piece: bool) -> Tensor:
+    return x._local_tensor if is_dtensor(x) and (piece or x._local_tensor.shape == x.shape) else x
+
+
+def keep_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Keep for the parameters what torch's SGD keeps for the tensors that it updates."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        if is_dtensor(parameter) and parameter._local_tensor in optimizer.state:
+            for key, here in optimizer.state.pop(parameter._local_tensor).items():
+                optimizer.state[parameter][key] = like(parameter, here)
 
 
 def like(parameter: Tensor, here: Tensor) -> Tensor:

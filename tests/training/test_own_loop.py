@@ -230,6 +230,7 @@ class Unfit(nn.Linear):
 UNFIT = {
     "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
     "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
+    "hook, then a step": "SGD.step: weight: expected a parameter without hooks",
     "complex128": "shard_over_data: scale: expected real numbers, found complex ones",
     "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
 }
@@ -239,9 +240,11 @@ ZERO_3 = Layout.of(data=2, zero=3)
 def unfit(what, layout):
     state = ParallelState.start(layout)
     model = Unfit(what, state)
-    if what != "hook afterwards":
+    if what not in ("hook afterwards", "hook, then a step"):
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
     shard_over_data(model, state, Precision()).weight.register_hook(lambda grad: 3 * grad)
+    if what == "hook, then a step":
+        return refusal_of(torch.optim.SGD(model.parameters()).step)
     return refusal_of(lambda: finalize_gradients(model, state=state))
 
 
@@ -324,3 +327,27 @@ def step_without_a_warning():
 def test_what_blocks_give_may_be_changed_in_place():
     """FSDP warns of views, of which such a change takes its hook."""
     run_parallel(step_without_a_warning, 2)
+
+
+def gradients_of_unfrozen(layout, precision):
+    """Unfreeze a layer between two steps; return the gradients of the second."""
+    state = ParallelState.start(layout)
+    model = AddedInPlace(state=state).double()
+    model.requires_grad_(False).blocks[1].requires_grad_(True)
+    initialize(shard_over_data(model, state, precision), 0, state=state)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        model(x.chunk(layout.data)[state.data_index]).square().sum().backward()
+        model.blocks[0].requires_grad_(True)
+    grads = [parameter.grad for block in model.blocks[:2] for parameter in block.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+@pytest.mark.parametrize("layout", [Layout.of(data=2), ZERO_3], ids=str)
+def test_what_is_unfrozen_later_has_gradients_in_the_dtype_of_its_weights(layout):
+    """FSDP would give the first ones that of the products."""
+    casts = Precision(torch.float64, torch.float32, torch.float64)
+    (alone,) = run_parallel(gradients_of_unfrozen, 1, Layout(), casts)
+    for grads in run_parallel(gradients_of_unfrozen, 2, layout, casts):
+        for grad, expected in zip(grads, alone, strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)

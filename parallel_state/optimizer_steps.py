@@ -1,0 +1,72 @@
+"""Let the optimizers that step here update what this rank stores, and refuse what would silently give other
+numbers than one process: updates that need whole parameters, and hooks of parameters that no backward calls.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..system.errors import require
+from .declaration import declarations
+from .engine import is_dtensor, local_data
+from .engine.autograd_and_compiler import has_hooks
+from .engine.local_tensors import BY_TENSOR, keep_momentum, update_stored
+from .foreign import MODELS, refuse_lost_hooks
+
+#: Of torch's optimizers those whose update of an element depends on others: of its parameter, or of all.
+_OF_WHOLE = (*BY_TENSOR, torch.optim.LBFGS)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    if not dist.is_initialized() or torch.compiler.is_compiling():
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(has_hooks(parameter, of_sums=True) for parameter in parameters):
+        for model in [*MODELS]:
+            refuse_lost_hooks(model, f"{type(optimizer).__name__}.step")
+    if isinstance(optimizer, _OF_WHOLE):
+        _refuse_parts(optimizer, parameters)
+    update_stored(optimizer)
+
+
+def _refuse_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that lie here otherwise than such an update needs them.
+
+    Operators on DTensors join their pieces, as those of Muon do; for Adafactor torch lacks some. LBFGS makes
+    one vector of all parameters.
+    """
+    of_all = isinstance(optimizer, torch.optim.LBFGS)
+    by_pieces = isinstance(optimizer, torch.optim.Adafactor)
+    known = {
+        parameter: (name, stated[name].held_shape(state.layout), state.layout.pipeline)
+        for model, state in MODELS.items()
+        for stated in [declarations(model)]
+        for name, parameter in model.named_parameters()
+    }
+    meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
+    kind = type(optimizer).__name__
+    todo = f"{kind} updates an element by others too: take AdamW, say, or data ranks at zero=0"
+    for number, parameter in enumerate(parameters):
+        name, whole, stages = known.get(parameter, (f"parameter {number}", parameter.shape, 1))
+        here = local_data(parameter).shape if by_pieces else parameter.shape
+        for lies_so, expected, actual in (
+            (tuple(here) != tuple(whole), f"all of {'x'.join(map(str, whole))}", "a piece"),
+            (of_all and stages > 1, "all parameters of the model", f"those of one of {stages} stages"),
+            (of_all and len(meshes) > 1, "all parameters on one mesh", f"{len(meshes)} meshes"),
+        ):
+            require(not lies_so, f"{kind}.step", name, expected, actual, todo)
+
+
+def watch_steps(after: Callable[[], object]) -> None:
+    """See to each step of an optimizer in this process, as this file says, and call ``after`` behind it."""
+
+    def _after_step(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        keep_momentum(optimizer)
+        after()
+
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
