@@ -5,6 +5,7 @@ import shutil
 import struct
 import tracemalloc
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -320,6 +321,15 @@ test_options_that_contradict_each_other_are_refused = refusals(
         "a-larger-vocabulary",
         lambda folder: index_tokens(read_megatron(FIXTURES / "uint16"), folder / "out", vocab_size=70_000),
         r"uint16\.bin: ids: expected 4 bytes.*70000, found 2 bytes\. Name the tokenizer",
+    ),
+    Refused(
+        "a-file-that-shrinks",
+        lambda folder: index_tokens(
+            replace(read_megatron(FIXTURES / "uint16"), offsets=np.array([0, 10**6])),
+            folder / "out",
+            vocab_size=60_000,
+        ),
+        r"uint16\.bin: size: expected 2000000 bytes, found a file that shrinks",
     ),
     command("no-ds-files", "a folder with .ds files", "tokenizer", "--from", "datatrove"),
     command(
