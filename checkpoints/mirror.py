@@ -134,7 +134,7 @@ class Mirror:
 def restore_if_none(
     url: str, root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Copy the newest checkpoint of a mirror into ``root``, unless ``root`` has a checkpoint. Collective.
+    """Copy the newest checkpoint of a mirror into ``root``, unless rank 0 finds one there. Collective.
 
     Rank 0 copies. ``say`` gets a line about what was found; see ``Mirror.restore``.
     """

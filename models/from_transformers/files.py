@@ -104,7 +104,11 @@ def _theirs(config: AdoptedConfig) -> Any:
 
 @lru_cache(maxsize=16)
 def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-    """Return the links to the tensors of files, the embedding's first, and the shapes of these tensors."""
+    """Return the links to the tensors of files, the embedding's first, and the shapes of these tensors.
+
+    Raises ``BadInput`` for a tensor of files that is made otherwise than by renaming, splitting, stacking and
+    transposing, and for a parameter that no tensor of files holds.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     kind, ours, tracer, links = family.model_type, held_links(family, config), Tracer(), list[Link]()

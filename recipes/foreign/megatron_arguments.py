@@ -67,7 +67,10 @@ def arguments_of(words: Sequence[str]) -> Arguments:
 
 
 def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
-    """Return the arguments by Megatron's names of today."""
+    """Return the arguments by Megatron's names of today: of two names of one, the value that is not null.
+
+    Raises ``BadInput`` for two different values.
+    """
     values: dict[str, Any] = {}
     aliases, flags = (settings_of("megatron")[table] for table in ("aliases", "flags"))
     for key, value in raw.items():

@@ -288,3 +288,6 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path):
     for step in (3, 4):
         name = f"checkpoints/step-{step:08d}"
         assert same_files(tmp_path / "run" / name, tmp_path / "whole" / name)
+    assert run_recipe(restoring) == []  # its own checkpoints come first
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    assert [one.step for one in run_recipe(restoring)] == [3]

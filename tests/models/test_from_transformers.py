@@ -423,6 +423,10 @@ PARTS = "Models that are made of others .audio_encoder, decoder, text_encoder. a
 SHARED = "layout: pipeline: .*its blocks are given %s beside hidden states"
 OWN_ATTENTION = "its attention is not transformers' common one"
 ROLLED = patch("transformers.core_model_loading.SplitModulelist.convert", shifted)
+DROPPED = patch(
+    "transformers.core_model_loading.revert_weight_conversion",
+    lambda model, tensors: {name: x for name, x in tensors.items() if name != "model.norm.weight"},
+)
 UNKNOWN_STYLE = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"}
 )
@@ -459,6 +463,8 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
              "q_norm.weight meets a rank's", tensor=2),
     declared("a rule of files that keeps no boxes", "olmoe", {"num_hidden_layers": 2},
              "made by renaming, splitting, stacking", change=ROLLED),
+    declared("a rule of files that drops a parameter", "arcee", {"num_hidden_layers": 2},
+             r"arcee: model\.norm\.weight: expected a tensor of files that holds it", change=DROPPED),
     # Code may follow the output layer; and routers are transformers' own.
     planned("chunks", "arcee", "memory.loss_chunk: expected 0 or auto", memory={"loss_chunk": 64}),
     planned("balance", "olmoe", "expected a model of the zoo: .*, found olmoe", experts={"balance": 0.1}),

@@ -153,3 +153,8 @@ test_what_holds_no_arguments_is_refused_in_a_moment = refusals(
     refused("a deep value", "a.log", "  num_layers ..... " + "[" * 2**17, "num_layers: expected a number"),
     refused("a list of JSON", "a.json", "[1]", "object"),
 )
+
+
+def test_a_null_under_an_earlier_name_leaves_the_value(tmp_path):
+    (tmp_path / "a.json").write_text('{"world_size": 1, "micro_batch_size": 4, "batch_size": null}')
+    assert read_arguments(tmp_path / "a.json").values["micro_batch_size"] == 4
