@@ -53,12 +53,12 @@ def _refuse_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Para
     for number, parameter in enumerate(parameters):
         name, whole, stages = known.get(parameter, (f"parameter {number}", parameter.shape, 1))
         here = local_data(parameter).shape if by_pieces else parameter.shape
-        for lies_so, expected, actual in (
+        for refused, expected, actual in (
             (tuple(here) != tuple(whole), f"all of {'x'.join(map(str, whole))}", "a piece"),
             (of_all and stages > 1, "all parameters of the model", f"those of one of {stages} stages"),
             (of_all and len(meshes) > 1, "all parameters on one mesh", f"{len(meshes)} meshes"),
         ):
-            require(not lies_so, f"{kind}.step", name, expected, actual, todo)
+            require(not refused, f"{kind}.step", name, expected, actual, todo)
 
 
 def watch_steps(after: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ def open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (it stays open)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def pass_any_character() -> None:

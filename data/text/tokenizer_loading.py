@@ -26,9 +26,6 @@ TEMPLATE_SECONDS, TEMPLATE_MEMORY = 5.0, 2**29
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
 LARGEST_FILE = 256 * 2**20
 
-#: How the text of a chat template is encoded, whatever the tokenizer does with other texts.
-CHAT_OPTIONS = {"split_special_tokens": False}
-
 #: How SentencePiece names the pieces that stand for a byte.
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -238,9 +235,8 @@ class FolderTokenizer:
         the tokenizer splits those of other texts. Samples and prompts are both encoded here.
         """
         with refuse_panics(self.path, self.backend):
-            return self.backend(
-                _checked(text), add_special_tokens=False, verbose=False, **CHAT_OPTIONS, **options
-            )
+            options |= {"add_special_tokens": False, "split_special_tokens": False}
+            return self.backend(_checked(text), verbose=False, **options)
 
 
 @contextmanager

@@ -90,8 +90,10 @@ def around_blocks(model: Any, shown: Probed) -> dict[str, nn.Module]:
     }
 
 
-class Lookup(VocabParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both annotate weight: a Tensor, a Parameter
+class Lookup(VocabParallelEmbedding, nn.Embedding):
     """Look up tokens, whose rows are cut; a subclass of transformers scales or norms them."""
+
+    weight: nn.Parameter  # the bases state a Tensor and a Parameter
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings; that of padding has no gradient, as in ``nn.Embedding``."""
