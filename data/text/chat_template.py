@@ -115,7 +115,7 @@ class ChatTemplate:
         starts, ends = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         learnt = np.zeros(len(starts), dtype=np.uint8)
         for start, end in spans:
-            learnt[(starts < ends) & (starts < end) & (ends > start)] = 1
+            learnt[(starts < end) & (ends > start)] = 1
         return encoding["input_ids"], learnt
 
     def learns_the_header(self) -> bool:
