@@ -67,9 +67,11 @@ def update_stored(optimizer: torch.optim.Optimizer) -> None:
     def _init_group(
         group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor], *moments: list[Any]
     ) -> Any:
+        if not group.get("differentiable"):  # before it, since Muon's moments lie as their gradients do
+            for parameter in group["params"]:
+                _cut_gradient(parameter)
         answer = kind._init_group(here(), group, parameters, grads, *moments)
         if not group.get("differentiable"):
-            grads[:] = map(_cut_as, grads, parameters)
             for tensors in (parameters, grads, *moments):
                 tensors[:] = [_stored(x, kind in BY_ELEMENT) if isinstance(x, Tensor) else x for x in tensors]
         return answer
@@ -77,11 +79,13 @@ def update_stored(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["_init_group"] = _init_group
 
 
-def _cut_as(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient as its parameter is cut: operators on DTensors may leave it as parts of a sum."""
-    if not is_dtensor(grad) or not is_dtensor(parameter) or grad.placements == parameter.placements:
-        return grad
-    return grad.redistribute(placements=parameter.placements)
+def _cut_gradient(parameter: Tensor) -> None:
+    """Cut a gradient as its parameter is: operators on DTensors may leave it whole, or as parts of a sum."""
+    grad = parameter.grad
+    if grad is None or not is_dtensor(grad) or not is_dtensor(parameter):
+        return
+    if grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _stored(x: Tensor, piece: bool) -> Tensor:

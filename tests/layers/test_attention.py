@@ -36,6 +36,8 @@ def test_attention_is_softmax_of_scores_below_the_diagonal(kv):
     torch.testing.assert_close(
         causal_attention(q, k, v, scale=0.1), ((scores * 2 * 0.1).softmax(-1)) @ values, rtol=1e-5, atol=1e-6
     )
+    wider, wide = torch.cat([v, v + 1], -1), torch.cat([values, values + 1], -1)
+    torch.testing.assert_close(causal_attention(q, k, wider), scores.softmax(-1) @ wide, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 3])

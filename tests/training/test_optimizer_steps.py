@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from trilith.layers import ColumnParallelLinear, RowParallelLinear, Stage, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Cut, Layout, ParallelState, declare, initialize
 from trilith.parallel_state.engine import is_dtensor, tensors_in
@@ -83,7 +83,10 @@ def stepped(kind, options, own, state):
 
     def closure():
         for parameter in trained:
-            parameter.grad = torch.sin(3 * parameter.detach())  # padding stays zero
+            grad = torch.sin(3 * parameter.detach())  # padding stays zero
+            if kind != "LBFGS" and is_dtensor(grad) and grad.device_mesh.ndim == 1:
+                grad = grad.redistribute(placements=[Replicate()])  # as operators of a loop may leave it
+            parameter.grad = grad
         return 0.0
 
     updates = Updates()
