@@ -162,5 +162,7 @@ def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> N
     todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes"
     if not {*names} & {*size_names("")}:  # recipes alone, of which there are few
         todo = f"These come with trilith: {', '.join(names)}" if names else ""
+        if names and str(name).lower() in size_names(""):
+            todo = f"That is a size of a model: `trilith new --model {name}` writes a recipe that trains it"
     absent = f"no such file or {'name' if known else 'folder'}"
     raise BadInput(name, expected=expected.partition(";")[0], found=absent, todo=todo)
