@@ -125,6 +125,19 @@ test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals(
 )
 
 
+test_a_config_of_peft_that_names_nothing_or_no_number_is_refused = refusals(
+    Refused(
+        f"{raw}",
+        lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
+        f"^adapter_c.*: {says}",
+    )
+    for raw, says in (
+        ({}, "target_modules: expected names of modules, or a pattern, found none"),
+        ({"target_modules": ["a"], "r": 0}, "r: expected greater than or equal to 1, found 0"),
+    )
+)
+
+
 @pytest.mark.parametrize("why", BESIDE)
 def test_peft_refuses_a_choice_of_blocks_beside_a_string_of_targets(why):
     with pytest.raises(ValueError, match=r"cannot be used when `target_modules` is a str"):
