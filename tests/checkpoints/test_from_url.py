@@ -19,6 +19,7 @@ from trilith.checkpoints import convert, convert_to_dcp
 from trilith.checkpoints.find import local_folder
 from trilith.cli.app import run
 from trilith.data import TokenFile
+from trilith.data.token_file import names_tokens
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.storage import remote_folder as fetching
@@ -73,6 +74,7 @@ def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path):
     here = TokenFile.open(write_tokens(tmp_path / "tokens" / "corpus"))
     write_tokens(tmp_path / "tokens" / "other")
     put("memory://data", tmp_path / "tokens")
+    assert all(names_tokens(f"memory://data/corpus{suffix}") for suffix in ("", ".bin", ".json"))
     for name in ("memory://data/corpus", Path("memory://data/corpus.bin")):
         there = TokenFile.open(name)
         assert there.fingerprint == here.fingerprint
