@@ -431,6 +431,9 @@ DROPPED = patch(
 UNKNOWN_STYLE = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"}
 )
+NORM_AS_LINEAR = patch.object(
+    config_class("arcee"), "base_model_tp_plan", {"layers.*.input_layernorm": "colwise"}
+)
 test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     Refused("modules' names in the zoo", lambda folder: convert(folder / "hf", folder / "cut"),
             "--to hf --implementation transformers. reads them", given=named_as_modules),
@@ -460,6 +463,11 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("stages", "arcee", {}, "pipeline: expected at most 4, one block a stage, found 8", pipeline=8),
     declared("a style without a row", "arcee", {"num_hidden_layers": 3},
              "model.layers.*: its plan's style diagonal is not known", change=UNKNOWN_STYLE, tensor=2),
+    declared("a style of a linear for a norm", "arcee", {"num_hidden_layers": 3}, "expected a linear for the "
+             "style colwise, found ArceeRMSNorm. Take tensor=1", change=NORM_AS_LINEAR, tensor=2),
+    declared("an output layer of its own", "dory", {}, "output layer: expected nn.Linear, found DoryLMHead"),
+    declared("a block of two places", "zamba2", {}, "expected one place for each parameter, found .* again"),
+    declared("no text alone", "blip", {}, "expected a model with an embedding and an output layer"),
     declared("norms of heads", "cohere", {"use_qk_norm": True, "rope_parameters": DYNAMIC},
              "q_norm.weight meets a rank's", tensor=2),
     declared("a rule of files that keeps no boxes", "olmoe", {"num_hidden_layers": 2},
@@ -479,6 +487,9 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
               cut_embedding(module, "arcee", ends=False, state=None),
               rf"embedding: .*{option}.*, found Embedding\(8, 4, {option}=True\)")
       for option in ("max_norm", "sparse", "scale_grad_by_freq")),
+    Refused("a keyword of attention", lambda folder:
+            attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), None, odd=1),
+            "^Identity: odd: expected no keyword that"),
     # Attention that is called without this forward's mask.
     *(Refused(f"mask: {found}", lambda folder, mask=mask:
               attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), mask),
