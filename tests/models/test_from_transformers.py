@@ -3,6 +3,7 @@
 import json
 import random
 from importlib.metadata import version
+from inspect import signature
 from unittest.mock import patch
 
 import pytest
@@ -25,8 +26,17 @@ from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
-from trilith.models.from_transformers.probe import Probed, on_meta, probed
-from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations, initialize
+from trilith.models.from_transformers.probe import Probed, _law, on_meta, probed
+from trilith.parallel_state import (
+    OWN,
+    BadInput,
+    Layout,
+    Normal,
+    ParallelState,
+    Uniform,
+    declarations,
+    initialize,
+)
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search.generation_layouts import generation_layouts
@@ -250,6 +260,19 @@ def test_first_values_follow_transformers_laws():
     assert OWN not in {declaration.initial for declaration in declarations(model).values()}
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "law"),
+    [
+        ("trunc_normal_", {"std": 0.02}, Normal(0.02)),
+        ("trunc_normal_", {"std": 1.0}, OWN),
+        ("uniform_", {"a": -0.5, "b": 0.5}, Uniform(0.5)),
+        ("uniform_", {}, OWN),
+    ],
+)
+def test_a_law_of_torch_is_one_of_ours_where_it_is_the_same(name, arguments, law):
+    assert _law(name, signature(getattr(nn.init, name)).bind(torch.empty(2), **arguments)) == law
+
+
 def test_adapters_pass_over_what_is_not_trained(tmp_path):
     *_, config, _ = saved(tmp_path / "hf", "gemma3")
     for excluded in (None, ("q_proj",), ".*q_proj"):
@@ -431,6 +454,26 @@ DROPPED = patch(
 UNKNOWN_STYLE = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"}
 )
+
+
+def having(add):
+    """Return what makes a model of which each MLP has something more."""
+
+    def call(folder):
+        from transformers.models.arcee.modeling_arcee import ArceeMLP
+
+        made = ArceeMLP.__init__
+
+        def with_more(self, *args, **named):
+            made(self, *args, **named)
+            add(self)
+
+        with patch.object(ArceeMLP, "__init__", with_more):
+            on_meta(family("arcee").from_hf(tiny("arcee")), ours=False)
+
+    return call
+
+
 NORM_AS_LINEAR = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.input_layernorm": "colwise"}
 )
@@ -490,6 +533,15 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     Refused("a keyword of attention", lambda folder:
             attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), None, odd=1),
             "^Identity: odd: expected no keyword that"),
+    declared("an older transformers", "arcee", {}, "transformers: version: expected at least .* for arcee",
+             change=patch("trilith.models.from_transformers.model.version", lambda name: "4.57.1")),
+    Refused("a backend for attention of its own", lambda folder: built("gpt_neo")[2].pin_attention("flex"),
+            "gpt_neo: attention_backend: expected auto, found flex. its attention is not"),
+    Refused("a tensor that is no buffer", having(lambda module: vars(module).update(odd=torch.ones(2))),
+            r"^arcee: model\.layers\.0\.mlp\.odd: expected no tensor, found one"),
+    Refused("a buffer that nothing sets",
+            having(lambda module: module.register_buffer("odd", torch.ones(2), persistent=False)),
+            r"^arcee: ArceeMLP\.odd: expected values that transformers' _init_weights sets"),
     # Attention that is called without this forward's mask.
     *(Refused(f"mask: {found}", lambda folder, mask=mask:
               attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), mask),
