@@ -24,7 +24,7 @@ from trilith.parallel_state import (
     finalize_gradients,
     initialize,
 )
-from trilith.testing import run_parallel
+from trilith.testing import RankError, run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
@@ -208,6 +208,15 @@ def test_a_module_that_is_built_without_stages_has_no_pipeline(tmp_path):
     save(tmp_path / "m", model)
     with pytest.raises(BadInput, match="pipeline: expected 1, found 2"):
         convert(tmp_path / "m", tmp_path / "out", pipeline=2)
+
+
+def save_on_both_stages(root):
+    save(root, nn.Linear(2, 2), state=ParallelState.start(Layout(pipeline=2)))
+
+
+def test_a_parameter_of_two_stages_is_refused(tmp_path):
+    with pytest.raises(RankError, match="weight: expected one stage, found stages 0 and 1"):
+        run_parallel(save_on_both_stages, 2, str(tmp_path / "m"))
 
 
 def saving(make, optimizer=None, names=()):
