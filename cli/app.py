@@ -218,7 +218,7 @@ def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int
             raise
         if "--debug" in takewhile(lambda word: word.startswith("-"), arguments):
             traceback.print_exc()
-        gone = isinstance(error, BrokenPipeError) and (error is not raised or reader_is_gone())
+        gone = isinstance(error, BrokenPipeError) and reader_is_gone()
         if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
             drop_output()
             return 0

@@ -55,9 +55,10 @@ def prompt_ids(
 
 
 def _record(line: Line, where: str) -> Prompt:
-    if line.value is None:
-        raise BadInput(line.wrong)
-    text, messages = line.value.get("prompt"), line.value.get("messages")
+    if line.wrong is not None:
+        raise line.wrong
+    fields = line.value or {}
+    text, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(text, str):
         return text
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):

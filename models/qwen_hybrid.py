@@ -23,7 +23,11 @@ _INTERVAL = "full_attention_interval"
 
 
 class DeltaNetConfig(Qwen3Config, PartialRotaryConfig):
-    """List the fields that tell which blocks have a delta net, and its shape; the others have attention."""
+    """List the fields that tell which blocks have a delta net, and its shape; the others have attention.
+
+    Published checkpoints hold one block more, under ``mtp``, which predicts further tokens; it is left out,
+    as transformers does.
+    """
 
     READ: ClassVar[frozenset[str]] = frozenset({_INTERVAL})
 
@@ -46,6 +50,10 @@ class DeltaNetConfig(Qwen3Config, PartialRotaryConfig):
             numbers = range(1, min(count, MOST_BLOCKS) + 1)
             fields["layer_types"] = tuple(LINEAR if number % interval else FULL for number in numbers)
         return super().prepare(fields, where)
+
+    @property
+    def further_blocks(self) -> int:
+        return 1
 
     def check_layer_types(self, stated: object, where: str) -> None:
         check_mixers(self, self.layer_types, where)
@@ -129,11 +137,7 @@ class QwenHybridBlock(nn.Module):
 
 
 class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
-    """List the fields of a Qwen3-Next config.json; blocks of ``mlp_only_layers`` have one net.
-
-    Published checkpoints hold one block more, under ``mtp``, which predicts further tokens; it is left out,
-    as transformers does.
-    """
+    """List the fields of a Qwen3-Next config.json; blocks of ``mlp_only_layers`` have one net."""
 
     num_key_value_heads: Whole = 2
     num_local_experts: Experts = 512
@@ -141,10 +145,6 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
     moe_intermediate_size: Width = 512
     shared_expert_intermediate_size: Width = 512
     norm_topk_prob: bool = True
-
-    @property
-    def further_blocks(self) -> int:
-        return 1
 
 
 QWEN3_NEXT = Family(

@@ -80,11 +80,9 @@ def look_at(numbers: Tensor) -> Look:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return the smallest positive number that a floating type holds, a subnormal one; 0 for other types.
+    """Return the smallest positive number that a floating type holds, a subnormal one.
 
     If it is larger in the type of a cast than before, the cast makes small numbers zero.
     """
-    if not dtype.is_floating_point:
-        return 0.0
     limits = torch.finfo(dtype)
     return limits.smallest_normal * limits.eps

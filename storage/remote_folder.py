@@ -10,11 +10,12 @@ the longest time are deleted, except those that a process is using.
 """
 
 import hashlib
+import math
 import os
 import posixpath
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .disk import Disk, FileLock, Hold, closing, hold, nobody_reads, writing
 from .output_places import remove_checkpoint
 from .safe_open import open_regular
 from .staging import staged
+from .strict_json import shown
 
 _PIECE = 4 << 20
 #: The packages of stores -> the extras that install them.
@@ -234,11 +236,10 @@ def _use(target: Path) -> bool:
 
 def _make_room(url: str, need: int) -> None:
     """Delete copies, the longest unused first, until ``need`` bytes more are within the bound."""
-    setting = os.environ.get(CACHE_GB, "")
-    try:
-        most = float(setting or _DEFAULT_GB) * 1e9
-    except ValueError:
-        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None
+    setting, most = os.environ.get(CACHE_GB) or f"{_DEFAULT_GB}", math.nan
+    with suppress(ValueError):
+        most = float(setting) * 1e9
+    require(most >= 0, "environment", CACHE_GB, "a number of 10^9 bytes", shown(setting))
     expected = f"at most {most / 1e9:g} GB, as {CACHE_GB} says"
     require(need <= most, url, None, expected, f"{need / 1e9:.3g} GB")
     copies = sorted(cache_folder().glob("?" * _DIGEST + "/*/"), key=lambda path: path.stat().st_mtime)

@@ -30,7 +30,7 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
     except OSError as error:
         raise from_os_error(error, path, expected="a file", kind=kind) from None
     except ValueError as error:  # an embedded NUL
-        raise kind(path, expected="a file", found=str(error)) from None
+        raise kind(shown(str(path)), expected="a file", found=str(error)) from None
     file_kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
     todo = todo or "Put the file itself in its place, or name another"
     require(stat.S_ISREG(status.st_mode), path, None, "a regular file", file_kind, todo, kind=kind)

@@ -73,7 +73,7 @@ class Line:
     number: int
     text: str
     value: dict[str, Any] | None
-    wrong: str = ""
+    wrong: BadInput | None = None
 
 
 def log_line(fields: Mapping[str, Any]) -> str:
@@ -93,7 +93,7 @@ def read_log(path: Path) -> Iterator[Line]:
             if stated != computed:
                 where, todo = f"{path}:{line.number}", "The line was altered or damaged"
                 error = BadInput(where, "crc32", expected=stated, found=computed, todo=todo)
-                line = Line(line.number, line.text, None, str(error))
+                line = Line(line.number, line.text, None, error)
         yield line
 
 
@@ -109,7 +109,7 @@ def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
         try:
             yield Line(number, text, parse_object(raw, f"{path}:{number}"))
         except BadInput as error:
-            yield Line(number, text, None, str(error))
+            yield Line(number, text, None, error)
 
 
 def read_good_lines(path: Path) -> list[dict[str, Any]]:

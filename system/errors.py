@@ -115,8 +115,7 @@ def from_os_error(
     It is of ``kind`` if another path would work, and ``MachineFailed`` if the machine is at fault.
     """
     refusal = refusal_of(error)
-    if refusal is None:
-        return kind(where, expected=expected, found=error)
+    assert refusal is not None, error  # a call of the system has a number
     if refusal.code == MachineFailed.exit_code:
         return MachineFailed(f"{where}: {refusal.reason}. {refusal.todo}")
     return kind(where, expected=expected, found=refusal.reason, todo=refusal.todo)

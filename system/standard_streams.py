@@ -36,13 +36,15 @@ def pass_any_character() -> None:
 
 
 def reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as behind ``| head``."""
-    try:
+    """Return whether standard output is a pipe that nobody reads any more, as behind ``| head``, or the null
+    device, which rich puts in the place of such a pipe.
+    """
+    with suppress(OSError, ValueError):  # no file behind it
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # no file behind it
-        return False
+        poll.register(output := sys.stdout.fileno(), 0)
+        broken = any(event & select.POLLERR for _, event in poll.poll(0))
+        return broken or os.path.samestat(os.fstat(output), os.stat(os.devnull))
+    return False
 
 
 def name_standard_output(error: Exception) -> None:

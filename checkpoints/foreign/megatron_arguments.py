@@ -123,7 +123,7 @@ class Arguments:
             "head_dim": ("kv_channels", self.kv_channels),
             "intermediate_size": ("ffn_hidden_size", self.ffn_hidden_size),
             "tie_word_embeddings": ("untie_embeddings_and_output_weights", tied),
-            "hidden_act": ("swiglu", self._activation()),
+            "hidden_act": self._activation(),
             "num_key_value_heads": ("num_query_groups", self.num_attention_heads),
             "vocab_size": ("padded_vocab_size", self._vocabulary()),
         }
@@ -147,12 +147,10 @@ class Arguments:
             if value is not None
         }
 
-    def _activation(self) -> object:
-        if self.swiglu:
-            return "silu"
-        if self.squared_relu:
-            return "relu2"
-        return None if self.swiglu is None or self.gated else _GELUS
+    def _activation(self) -> tuple[str, object]:
+        if self.squared_relu and not self.swiglu:
+            return "squared_relu", "relu2"
+        return "swiglu", "silu" if self.swiglu else None if self.swiglu is None or self.gated else _GELUS
 
     def _vocabulary(self) -> object:
         """Return the sizes that are padded to the stored one: to a multiple for each tensor rank."""

@@ -58,8 +58,8 @@ class HFFolder:
         self.config = read_json(self._at(CONFIG))
         tensors = self._weights(names)
         packing = self.config.get("quantization_config")
-        if isinstance(packing, dict) and (plain := _plain(tensors, self.path, packing)) is not None:
-            tensors = plain
+        if isinstance(packing, dict) and packing:
+            tensors = _plain(tensors, self.path, packing)
             self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         self.catalog = Catalog({name: in_one_file(file, name) for name, file in tensors.items()})
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
@@ -105,18 +105,15 @@ class HFFolder:
         return {name: files[shard] for name, shard in promised.items()}
 
 
-def _plain(
-    tensors: dict[str, TensorFile], path: Path, packing: dict[str, object]
-) -> dict[str, TensorFile] | None:
-    """Return the tensors as bf16, or ``None`` if nothing is said; refuse a packing that is not read."""
+def _plain(tensors: dict[str, TensorFile], path: Path, packing: dict[str, object]) -> dict[str, TensorFile]:
+    """Return the tensors as bf16; refuse a packing that is not read."""
     if packing.get("quant_method") == "mxfp4":
         return UnpackedFile(path, tensors).among(tensors)
     if (block := block_size(packing)) is not None:
         return ScaledFile(path, tensors, block).among(tensors)
     key, expected = "quantization_config", "none, mxfp4, or fp8 with weight_block_size"
     todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
-    require(not packing, path / CONFIG, key, expected, literal(packing), todo)
-    return None
+    raise BadInput(path / CONFIG, key, expected=expected, found=literal(packing), todo=todo)
 
 
 def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:

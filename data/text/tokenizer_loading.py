@@ -206,10 +206,7 @@ class FolderTokenizer:
         stand between ``{% generation %}`` and its end; ``BadInput`` if it refuses the messages.
         """
         try:
-            with (
-                refuse_panics(where, self.backend),
-                bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY),
-            ):
+            with bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY):
                 if not marked:
                     return self.backend.apply_chat_template(messages, tokenize=False, **options), []
                 from transformers.utils.chat_template_utils import render_jinja_template
@@ -220,8 +217,6 @@ class FolderTokenizer:
                 written: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
                 (text,), (spans,) = written
                 return text, spans
-        except BadInput:
-            raise
         except Exception as error:  # a template raises what it likes
             expected, todo = "one that takes this conversation", "Correct it, or leave the conversation out"
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -270,19 +265,19 @@ def _repeats_groups(tokenizer: Any) -> bool:
 def _auto_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    try:
-        with refuse_panics(path):
+    with refuse_panics(path):
+        try:
             return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except BadInput:
-        raise
-    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
-        for file in sorted(path.glob("*.json")):
-            if file.name in (*COMPANIONS, CONFIG):
-                read_json(file, LARGEST_FILE)  # its error names the file that is none
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        expected = "a tokenizer that AutoTokenizer loads without a network"
-        todo = f"It reads {CONFIG} too: take the files that came with the model, or name another --tokenizer"
-        raise BadInput(path, expected=expected, found=reason, todo=todo) from error
+        except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
+            for file in sorted(path.glob("*.json")):
+                if file.name in (*COMPANIONS, CONFIG):
+                    read_json(file, LARGEST_FILE)  # its error names the file that is none
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            expected = "a tokenizer that AutoTokenizer loads without a network"
+            todo = (
+                f"It reads {CONFIG} too: take the files that came with the model, or name another --tokenizer"
+            )
+            raise BadInput(path, expected=expected, found=reason, todo=todo) from error
 
 
 def _read(path: Path) -> bytes:

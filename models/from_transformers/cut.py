@@ -43,14 +43,13 @@ def _latent_and_rope(x: Tensor, state: ParallelState, owner: Any) -> Tensor:
 
 
 class Style(NamedTuple):
-    """State what a style of transformers' plans does to a linear, or to several whose outputs lie one after
-    the other: the layer in its place, and what becomes of its input and output on this rank.
+    """State what a style of transformers' plans does to a linear: the layer in its place, and what becomes of
+    its input and output on this rank.
     """
 
     layer: type[Any] = ReplicatedLinear
     takes: Callable[..., Tensor] | None = None
     gives: Callable[..., Tensor] | None = None
-    products: int = 1
 
 
 #: By name; a text says why no tensor axis is offered.
@@ -59,10 +58,10 @@ STYLES: dict[str, Style | str] = {
     "rowwise": Style(RowParallelLinear),
     "colwise_gather_output": Style(ColumnParallelLinear, gives=gather_from_tensor),
     "rowwise_split_input": Style(RowParallelLinear, takes=split_to_tensor),
-    "packed_colwise": Style(ColumnParallelLinear, products=2),
     "mla_kv_a_proj": Style(gives=_latent_and_rope),
     # Of modules that are no linears, and of the embedding and the output layer, which are always cut.
-    **dict.fromkeys(("replicate", "local_params", "moe_tp_experts", "packed_rowwise"), Style()),
+    **dict.fromkeys(("replicate", "local_params", "moe_tp_experts"), Style()),
+    **dict.fromkeys(("packed_colwise", "packed_rowwise"), Style()),
     **dict.fromkeys(("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"), Style()),
     "all_reduce": "all_reduce: a sum that its module makes itself is not known",
     "moe_identity_expert": "moe_identity_expert: experts that give back their input are not cut yet",
@@ -169,19 +168,14 @@ class Cutter:
         of_heads = isinstance(head, int) and head > 0 and features % head == 0  # which stay together
         # Each rank has a part of what the linear takes or gives.
         in_part = style.layer is not ReplicatedLinear and not (style.takes or style.gives)
-        unit = head if of_heads and in_part and style.products == 1 else 1
-        apart = {str(number): outputs // style.products for number in range(style.products)}
-        made = style.layer(inputs, apart if style.products > 1 else outputs, biased, unit=unit, state=state)
-        for number, part in enumerate(made.parts.values()):
-            stated = vars(part)["declared"]
-            for leaf in stated:
-                stated[leaf] = replace(stated[leaf], initial=initial_of(getattr(module, leaf)))
-                if style.products > 1:
-                    self.fused[f"{path}.{number}.{leaf}"] = f"{path}.{leaf}", 0, number
-        if style.products > 1:
-            made.register_forward_hook(lambda module, args, outputs: torch.cat(outputs, -1))
+        unit = head if of_heads and in_part else 1
+        made = style.layer(inputs, outputs, biased, unit=unit, state=state)
+        (part,) = made.parts.values()
+        stated = vars(part)["declared"]
+        for leaf in stated:
+            stated[leaf] = replace(stated[leaf], initial=initial_of(getattr(module, leaf)))
         called = {"owner": owner} if style.gives is _latent_and_rope else {}
-        surround(made, *(change and partial(change, state=state, **called) for change in style[1:3]))
+        surround(made, *(change and partial(change, state=state, **called) for change in style[1:]))
         if self.drops and in_part:
             self.draws.setdefault(owner, OwnDraws(owner, state)).of(made)
         self.model.set_submodule(path, made)

@@ -56,7 +56,9 @@ def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
     bf16 = config.section("bf16").flag("enabled")
     dtype = half_dtype(config, "fp16.enabled", fp16=fp16.flag("enabled"), bf16=bf16)
     if dtype is None and autocast.flag("enabled"):
-        dtype = _DTYPES.get(str(autocast.text("dtype")).removeprefix("torch."), "bfloat16")
+        name = (autocast.text("dtype") or "bfloat16").removeprefix("torch.")
+        autocast.require(name in _DTYPES, "dtype", " or ".join(_DTYPES), name)
+        dtype = _DTYPES[name]
     set_compute(draft, dtype)
     if fp16.flag("enabled"):
         static = fp16.number("loss_scale", 0.0)

@@ -31,12 +31,12 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     config = ForeignConfig(defaults | stated, where)
     draft = RecipeDraft(where)
     deepspeed: Mapping[str, Any] = {}
-    sizes = read_sizes(config)
-    if config.value("deepspeed"):
+    sizes, in_file = read_sizes(config), config.value("deepspeed")
+    if ranks is None and (sizes.shard * sizes.replicate > 1 or (sizes.ranks > 1 and not in_file)):
+        ranks = sizes.ranks
+    if in_file:
         deepspeed, where = deepspeed_file(config)
         draft = with_arguments(deepspeed, where, config.raw, sizes, ranks)
-    elif ranks is None and sizes.ranks > 1:
-        ranks = sizes.ranks
     elif ranks is None:
         draft.miss_ranks("one")
     draft.set("out", config.text("output_dir") or "run")
@@ -114,7 +114,7 @@ def _schedule(
     kind = config.text("lr_scheduler_type") or "linear"
     options = config.section("lr_scheduler_kwargs")
     if scheduler:
-        if scheduler.get("params", {}).get("warmup_num_steps") == "auto":
+        if (scheduler.get("params") or {}).get("warmup_num_steps") == "auto":
             _warmup(config, draft, steps, kind)
         return
     schedule = _SCHEDULES.get(kind)

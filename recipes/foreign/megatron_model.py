@@ -7,6 +7,7 @@ from .translation import ForeignConfig, RecipeDraft, settings_of
 
 #: What the vocabularies of tokenizers have, where Megatron's arguments leave it to the tokenizer.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
 
 
 def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
@@ -53,10 +54,13 @@ def _fields(config: ForeignConfig) -> tuple[dict[str, Any] | None, str]:
     qkv_bias, qk_norm = config.flag("add_qkv_bias"), config.flag("qk_layernorm")
     tied = not config.flag("untie_embeddings_and_output_weights")
     fraction = config.number("rotary_percent", 1.0)
-    if config.value("moe_router_score_function") not in (None, "softmax"):
+    scores, frequency = config.value("moe_router_score_function"), config.value("moe_layer_freq") or 1
+    if experts and scores not in (None, "softmax"):
         unsupported.append("scores of experts by a sigmoid")
-    if str(config.value("moe_layer_freq") or 1) != "1":
+    if experts and {*map(str, frequency if isinstance(frequency, list) else [frequency])} != {"1"}:
         unsupported.append("experts in some blocks only")
+    if kind == "rope" and config.flag("use_rope_scaling") and config.number(_INTERPOLATION, 1.0) != 1.0:
+        unsupported.append("two scalings of rope")
     if unsupported:
         return None, ", ".join(unsupported)
     base = _base(config, tied=tied)
@@ -122,7 +126,7 @@ def _base(config: ForeignConfig, *, tied: bool) -> dict[str, Any]:
 def _rope(config: ForeignConfig) -> dict[str, Any]:
     theta = config.number("rotary_base", 10000.0)
     factor = config.number("rope_scaling_factor", 8.0)
-    linear = config.number("rotary_seq_len_interpolation_factor")
+    linear = config.number(_INTERPOLATION)
     scaling: dict[str, Any] = {}
     if config.flag("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}

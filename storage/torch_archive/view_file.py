@@ -26,7 +26,7 @@ class ZipEntry:
 class ViewFile(TensorFile):
     """Give views of a file as its tensors; ``add`` makes one more.
 
-    A view lies in one of the stretches whose CRC-32 the file states itself, or in none of a file without any.
+    A view lies in one of the stretches whose CRC-32 the file states itself.
     ``sums`` are those of them that hold views.
     """
 
@@ -43,17 +43,14 @@ class ViewFile(TensorFile):
     def add(self, view: View, key: str | None = None) -> str:
         """Add a view; return the key under which ``read`` gives it.
 
-        ``BadInput`` for one that leaves the file or its stretch, or whose elements share bytes.
+        ``BadInput`` for one that leaves its stretch, or whose elements share bytes.
         """
         key = str(len(self.tensors)) if key is None else key
         assert key not in self.tensors, key
-        end = self.size
-        if self._stretches:
-            stretch = self._stretch(view.begin)
-            end = -1 if stretch is None else stretch.end
-        if not 0 <= view.begin <= view.end <= end:
+        stretch = self._stretch(view.begin)
+        if stretch is None or view.end > stretch.end:
             actual = f"bytes {view.begin:,} to {view.end:,}"
-            raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=actual)
+            raise BadInput(self.path, key, expected="bytes of one storage", found=actual)
         if not view.nested:
             actual = f"shape {[*view.shape]} with strides {[*view.strides]}"
             todo = "Save tensor.contiguous() in its place"

@@ -223,6 +223,26 @@ def load_another_model(folder):
     load(folder / "out", family.build(family.from_hf(raw), device="cpu"))
 
 
+def load_another_family(folder):
+    family = family_of(config("tiny_gpt2"))
+    load(folder / "out", family.build(family.from_hf(config("tiny_gpt2")), device="cpu"))
+
+
+def to_dcp_by(rules):
+    """Convert to DCP by a table of names with these rules."""
+
+    def call(folder):
+        (folder / "new").mkdir()
+        (folder / "new" / "names.toml").write_text(rules)
+        try:
+            convert_to_dcp(folder / "hf", folder / "dcp", names=str(folder / "new" / "names.toml"))
+        finally:
+            (folder / "new" / "names.toml").unlink()
+
+    return call
+
+
+TWO_NAMES = '[[rule]]\nhf = "model.norm.weight"\nforeign = ["a", "b"]\n'
 NEW = r"expected a new (or empty )?directory"
 test_conversions_of_what_does_not_fit_are_refused = refusals(
     Refused("C1-missing", CUT, r"model\.norm\.weight", given=hf_folder({NORM: None})),
@@ -258,6 +278,12 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(
     *(Refused(f"G8-{why}-{to}", call, "CRC-32", code=4, given=damaged_checkpoint(damage))
       for why, damage in (("flipped-bit", lambda file: flip_bit(file, -100)), ("nan", end_with_nan))
       for to, call in (("hf", converted("out", "back", to="hf")), ("dcp", to_dcp))),
+    Refused("no name for a tensor", to_dcp_by(""), r"names\.toml: expected a name for model\.embed_",
+            given=hf_folder()),
+    Refused("two names for a tensor", to_dcp_by(TWO_NAMES), "expected one foreign name, found 2",
+            given=hf_folder()),
+    Refused("G13-another-family", load_another_family, "model_type: expected gpt2, found llama", code=4,
+            given=lambda folder: [hf_folder()(folder), CUT(folder)]),
     Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
 )  # fmt: skip
@@ -329,14 +355,22 @@ def test_an_export_has_the_tokenizers_end_and_encodes_its_template(tmp_path):
     assert (config["eos_token_id"], config.get("bos_token_id")) == (3, None)  # x has no row
     assert read("generation_config.json") == {"top_k": 5, "eos_token_id": 3}
     assert read("tokenizer_config.json") == stated | {"split_special_tokens": False}
+    (out / "tokenizer_config.json").unlink()
+    (hf / "tokenizer_config.json").write_text("[")
+    shutil.rmtree(tmp_path / "back")
+    convert(hf, tmp_path / "back", to="hf")
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "["  # what cannot be read stays
 
 
 @pytest.mark.parametrize("to", ["hf", "sharded"])
 def test_a_cast_that_makes_some_numbers_zero_says_how_many(tmp_path, hf, to, capsys):
     edit(hf, {NORM: torch.tensor([1.0] * 5 + [1e-9] * 27)})
     assert run(["convert", str(hf), str(tmp_path / "out"), "--to", to, "--dtype", "float16"]) == 0
+    edit(hf, {"model.layers.0.input_layernorm.weight": torch.zeros(32)})
+    assert run(["convert", str(hf), str(tmp_path / "zeros"), "--to", to]) == 0
     told = "".join(capsys.readouterr())
     assert "norm.weight: 27 numbers too small for the type became zero" in told
+    assert told.count("is all zeros") == 1
 
 
 def test_nan_passes_only_when_asked_C9(tmp_path, hf):

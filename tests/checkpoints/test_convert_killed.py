@@ -16,7 +16,7 @@ from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import carry_out
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
-from trilith.storage import TensorWriter
+from trilith.storage import TensorWriter, output_places
 from trilith.storage.small_files import FinishedWork
 from trilith.storage.staging import staged
 
@@ -184,4 +184,12 @@ def test_an_output_that_is_being_written_is_named_as_that(tmp_path):
             if wait:
                 raise KeyboardInterrupt
     with pytest.raises(BadInput, match="found no such folder"):
+        read_source(tmp_path / "out")
+    (tmp_path / f"out.tmp-{'0' * 16}").mkdir()  # without a lock beside it
+    with pytest.raises(BadInput, match="found what a killed command left"):
+        read_source(tmp_path / "out")
+    with (
+        mock.patch.object(output_places, "leftovers", side_effect=PermissionError),  # root may look anywhere
+        pytest.raises(BadInput, match="found no such folder"),
+    ):
         read_source(tmp_path / "out")

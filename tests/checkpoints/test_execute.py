@@ -20,7 +20,7 @@ from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor, listed
 from trilith.storage.catalog import in_one_file as in_file
 from trilith.storage.crc import Checksum
-from trilith.storage.dtypes import look_at, name_of
+from trilith.storage.dtypes import Look, look_at, name_of
 from trilith.storage.small_files import FinishedWork
 
 
@@ -129,7 +129,10 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_look_finds_what_is_not_finite(value, dtype):
-    assert look_at(torch.zeros(2, dtype=torch.int8)).zero and not look_at(torch.tensor([0, 1])).zero
+    assert (
+        look_at(torch.zeros(0, dtype=dtype)) == look_at(torch.zeros(2, dtype=torch.int8)) == Look(True, True)
+    )
+    assert not look_at(torch.tensor([0, 1])).zero
     limits = torch.finfo(dtype)
     numbers = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -limits.tiny, 1.0], dtype=dtype)
     assert look_at(numbers).finite and not look_at(numbers).zero

@@ -1,7 +1,9 @@
 """Weights and token files at a URL are copied to this host, whole or not at all, in bounded space."""
 
+import errno
 import os
 import re
+import shutil
 import sys
 import tomllib
 from functools import partial
@@ -17,9 +19,11 @@ from trilith.checkpoints import convert, convert_to_dcp
 from trilith.checkpoints.find import local_folder
 from trilith.cli.app import run
 from trilith.data import TokenFile
+from trilith.data.token_file import names_tokens
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.storage import remote_folder as fetching
+from trilith.storage.disk import Disk, DiskFailed, Hold
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder, fetched
 from trilith.system.addresses import as_url
 
@@ -70,6 +74,7 @@ def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path):
     here = TokenFile.open(write_tokens(tmp_path / "tokens" / "corpus"))
     write_tokens(tmp_path / "tokens" / "other")
     put("memory://data", tmp_path / "tokens")
+    assert all(names_tokens(f"memory://data/corpus{suffix}") for suffix in ("", ".bin", ".json"))
     for name in ("memory://data/corpus", Path("memory://data/corpus.bin")):
         there = TokenFile.open(name)
         assert there.fingerprint == here.fingerprint
@@ -117,7 +122,27 @@ def test_a_file_that_arrives_short_is_not_a_copy(cache):
         pytest.raises(RemoteFailed, match="a: expected 4 bytes, found 3"),
     ):
         fetched("memory://place", everything)
+    with (
+        mock.patch.object(Disk, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(DiskFailed, match="No space left"),
+    ):
+        fetched("memory://place", everything)
     assert not [*cache.glob("*/*")]
+
+
+def test_a_copy_that_is_deleted_before_it_is_locked_is_fetched_again(cache, monkeypatch, end_use):
+    RemoteFolder("memory://place").write("a", b"1234")
+    copy = fetched("memory://place", everything)
+    end_use()
+
+    def late(target):
+        monkeypatch.setattr(fetching, "hold", hold)
+        shutil.rmtree(target)
+        return Hold(os.open("/dev/null", os.O_RDONLY))
+
+    hold = fetching.hold
+    monkeypatch.setattr(fetching, "hold", late)
+    assert fetched("memory://place", everything) == copy and (copy / "a").is_file()
 
 
 def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(cache, monkeypatch, end_use):
@@ -141,6 +166,10 @@ def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(cache,
     monkeypatch.setenv(fetching.CACHE_GB, "0.5e-6")
     with pytest.raises(BadInput, match="expected at most 5e-07 GB, as TRILITH_CACHE_GB says, found 1e-06 GB"):
         fetched("memory://a", everything)
+    for setting in ("10 GB", "nan", "-1"):
+        monkeypatch.setenv(fetching.CACHE_GB, setting)
+        with pytest.raises(BadInput, match=f"TRILITH_CACHE_GB: expected a number .* found '{setting}'"):
+            fetched("memory://a", everything)
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded", "dcp"])

@@ -19,12 +19,22 @@ from support.short_runs import tiny_recipe, train, whole_tensors
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import carry_out, convert, load, load_source, plan_merge, read_adapter, read_source
+from trilith.checkpoints import (
+    carry_out,
+    convert,
+    load,
+    load_source,
+    plan_merge,
+    read_adapter,
+    read_source,
+    save,
+)
+from trilith.checkpoints.lora import read_lora
 from trilith.cli.app import run
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
 from trilith.machine.random_files import write_tokens
 from trilith.models import PEFT_PREFIX, LoraConfig, adapted, family_of
-from trilith.parallel_state import Layout, ParallelState
+from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 
@@ -125,6 +135,19 @@ test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals(
 )
 
 
+test_a_config_of_peft_that_names_nothing_or_no_number_is_refused = refusals(
+    Refused(
+        f"{raw}",
+        lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
+        f"^adapter_c.*: {says}",
+    )
+    for raw, says in (
+        ({}, "target_modules: expected names of modules, or a pattern, found none"),
+        ({"target_modules": ["a"], "r": 0}, "r: expected greater than or equal to 1, found 0"),
+    )
+)
+
+
 @pytest.mark.parametrize("why", BESIDE)
 def test_peft_refuses_a_choice_of_blocks_beside_a_string_of_targets(why):
     with pytest.raises(ValueError, match=r"cannot be used when `target_modules` is a str"):
@@ -152,7 +175,7 @@ def trained(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_a_runs_adapters_are_pefts(trained):
+def test_a_runs_adapters_are_pefts(trained, tmp_path):
     stated = json.loads((trained / "adapter" / "adapter_config.json").read_text())
     assert stated["target_parameters"] == BOTH
     plain = AutoModelForCausalLM.from_pretrained(trained / "base")
@@ -160,6 +183,11 @@ def test_a_runs_adapters_are_pefts(trained):
     written = load_file(trained / "adapter" / "adapter_model.safetensors")
     assert_same({n.replace(".default", ""): p for n, p in theirs.named_parameters() if "lora_" in n}, written)
     assert all(float(one.abs().max()) > 0 for name, one in written.items())  # B has moved
+    assert read_lora(trained / "run").target_parameters == read_lora(trained / "adapter").target_parameters
+    words = ["convert", str(trained / "run"), str(tmp_path / "again"), "--to", "peft", "--verify"]
+    assert run(words) == 0
+    with pytest.raises(BadInput, match=r"--to hf: .*whole model, found LoRA .*merge-lora BASE"):
+        convert(trained / "run", tmp_path / "whole", to="hf")
 
 
 def factors(folder, layouts):
@@ -318,6 +346,13 @@ def merging(base="base", adapter="adapter"):
     return lambda folder: carry_out(plan_merge(folder / base, folder / adapter), folder / "out")
 
 
+def train_the_base(folder):
+    model = load(folder / "base", adapter=folder / "adapter").model
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    save(folder / "new" / "m", model)
+
+
 EXTRA = "base_model.model.lm_head.lora_A.weight"
 test_adapters_that_do_not_fit_are_refused = refusals(
     *(Refused(why, merging(), says, given=spoiled(change)) for why, says, change in (
@@ -338,9 +373,12 @@ test_adapters_that_do_not_fit_are_refused = refusals(
         ("head", "adapter_config.json: target_modules: .*found lm_head", {"target_modules": ["lm_head"]}),
         ("future", "use_new: expected absent", {"use_new": {"a": 1}}),
     )),
+    Refused("a base that is trained too", train_the_base, "expected adapters alone trained, found a weight",
+            given=spoiled()),
     *(Refused(why, call, "LoRA adapters", given=spoiled()) for why, call in (
         ("a base is no adapter", merging("base", "base")),
         ("an adapter is no base", merging("adapter")),
+        ("no base", lambda folder: load(folder / "adapter")),
         ("a model as adapters", lambda folder: convert(folder / "base", folder / "x", to="peft")),
     )),
 )  # fmt: skip

@@ -126,6 +126,13 @@ def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path):
         saver_of(tmp_path / "new", nn.Linear(2, 2))
 
 
+def test_a_manifest_that_reads_as_another_is_not_written(tmp_path):
+    other = save(tmp_path / "other", nn.Linear(3, 2))
+    read = mock.patch.object(Manifest, "parse", return_value=Manifest.load(other))
+    with read, pytest.raises(BadInput, match="expected what was written, found something else"):
+        save(tmp_path / "m", nn.Linear(2, 2))
+
+
 def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path):
     write = Disk.write_file
 

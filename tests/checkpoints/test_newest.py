@@ -9,7 +9,7 @@ from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.families import model_of
 from support.short_runs import tiny_recipe, train, write_recipe
-from trilith.checkpoints import load, read_source, save
+from trilith.checkpoints import find, load, read_source, save
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_tokens
@@ -92,6 +92,19 @@ def test_every_command_says_what_it_passes_over_or_refuses_it(damaged, whole, tm
             with pytest.warns(UserWarning, match=says) as warned:
                 assert run(words) == 0, words
             assert len(warned) == 1, words
+
+
+def test_one_that_its_run_deletes_meanwhile_is_not_passed_over(whole, tmp_path, monkeypatch):
+    def late(directory, **how):
+        if directory.name == NEWEST:
+            shutil.rmtree(directory)
+        return opened(directory, **how)
+
+    opened = find.open_checkpoint
+    monkeypatch.setattr(find, "open_checkpoint", late)
+    shutil.copytree(whole / "run", tmp_path / "run")
+    source = read_source(tmp_path / "run")
+    assert source.path.name == "step-00000001" and not source.warnings
 
 
 @pytest.mark.usefixtures("cache")

@@ -305,6 +305,28 @@ def kept_by(kind):
     return given
 
 
+def test_plain_numbers_rates_in_tensors_and_the_state_of_some_parameters_are_given_back(tmp_path):
+    kept_by(Counting)(tmp_path)
+    model, _ = zoo()
+    counting = Counting(model.parameters())
+    load(tmp_path / "run", model, counting)
+    assert {type(state["made"]): state["made"] for state in counting.state.values()} == {int: 1}
+    some = [next(model.parameters())]
+    some[0].grad = torch.ones_like(some[0])
+    first, again = (torch.optim.AdamW(some, lr=torch.tensor(rate)) for rate in (0.5, 0.1))
+    first.step()
+    save(tmp_path / "some", model, first)
+    load(tmp_path / "some", model, again)
+    assert again.param_groups[0]["lr"].item() == 0.5 and again.state.keys() == {*some}
+
+
+def with_adapters_alone(folder):
+    model, _ = zoo()
+    model = adapted(model.family, LORA).build(model.config, device="cpu")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    load(folder / "run", model, torch.optim.AdamW(trained))
+
+
 KEEPS = "optimizer: expected one that keeps tensors of the parameter's shape and .* numbers, found "
 SAVED = saving(*linear())
 test_what_cannot_be_saved_or_given_back_is_refused = refusals(
@@ -330,6 +352,10 @@ test_what_cannot_be_saved_or_given_back_is_refused = refusals(
             given=SAVED),
     Refused("G8-bit-flip-in-companion", loading(), "tokenizer.json: CRC-32", code=4, given=changed_companion),
     Refused("adapters of no base", adapters_without_a_base, "expected adapters of a base that load filled"),
+    Refused("an optimizer of adapters", with_adapters_alone, "which the model trains, found a whole",
+            given=kept_by(torch.optim.AdamW)),
+    Refused("extra-number-for-a-name", saving(nn.Linear(3, 2), extra={"at": {1: 2}}),
+            r"extra\.at: expected names that are text, found 1"),
     Refused("adapters for a whole model", loading(zoo()[0], path="hf", adapter=Path("any")),
             "expected one with adapters, found one without", given=hugging_face),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same
 from support.written_before import Embedder
@@ -15,8 +15,16 @@ from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModu
 from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, MoE, TopKRouter
 from trilith.models import Rule
-from trilith.parallel_state import Cut, Declaration, Layout, ParallelState, finalize_gradients, initialize
-from trilith.testing import run_parallel
+from trilith.parallel_state import (
+    BadInput,
+    Cut,
+    Declaration,
+    Layout,
+    ParallelState,
+    finalize_gradients,
+    initialize,
+)
+from trilith.testing import RankError, run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
@@ -189,6 +197,26 @@ def test_a_user_module_is_exported_under_other_names_and_read_back(written, tmp_
     save(tmp_path / "again", model)
     assert run(["diff", str(written), str(tmp_path / "again")]) == 0
     assert run(["diff", str(written), str(tmp_path / "hf")]) == 0
+    save_file({name: theirs[name] for name in theirs if name != "wte"}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(BadInput, match=r"wte: expected a tensor for it, found 1 of 7 missing"):
+        load(tmp_path / "hf", Embedder())
+
+
+def test_a_module_that_is_built_without_stages_has_no_pipeline(tmp_path):
+    model = nn.Linear(2, 2)
+    describe_module(model, build=lambda state: nn.Linear(2, 2))
+    save(tmp_path / "m", model)
+    with pytest.raises(BadInput, match="pipeline: expected 1, found 2"):
+        convert(tmp_path / "m", tmp_path / "out", pipeline=2)
+
+
+def save_on_both_stages(root):
+    save(root, nn.Linear(2, 2), state=ParallelState.start(Layout(pipeline=2)))
+
+
+def test_a_parameter_of_two_stages_is_refused(tmp_path):
+    with pytest.raises(RankError, match="weight: expected one stage, found stages 0 and 1"):
+        run_parallel(save_on_both_stages, 2, str(tmp_path / "m"))
 
 
 def saving(make, optimizer=None, names=()):
@@ -214,6 +242,7 @@ def two_dtypes():
 
 
 WEIGHTS = saving(Embedder)
+OF_GROUPS = (Rule("gain.weight", "g", groups="heads"), *NAMES)
 TWICE = (*NAMES, Rule("blocks.{i}.down.weight", "h.{i}.other"))
 test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("width", loading(lambda: Embedder(12)), r"embed\.weight': expected \[37, 12\], found .*8\]",
@@ -231,6 +260,8 @@ test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("a parameter left out", saving(Embedder, names=NAMES[1:]),
             r"embed\.weight: expected a rule for every parameter"),
     Refused("a parameter named twice", saving(Embedder, names=TWICE), r"blocks\.0\.down.*expected one rule"),
+    Refused("a rule that asks a config", saving(Embedder, names=OF_GROUPS),
+            "names: g: expected a name, or tensors that lie one after the other"),
     Refused("no such parameter", saving(Embedder, names=(*NAMES, Rule("haed", "head"))),
             "head: expected a rule for a parameter, found none named"),
 )  # fmt: skip

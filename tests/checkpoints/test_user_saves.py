@@ -10,7 +10,8 @@ from support.families import model_of
 from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
-from trilith.checkpoints import Progress, convert, load, load_source, read_source, save
+from torch.distributed.checkpoint import FileSystemReader
+from trilith.checkpoints import Progress, convert, convert_to_dcp, load, load_source, read_source, save
 from trilith.checkpoints.mirror import LatestOnly
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
@@ -57,6 +58,10 @@ def test_every_rank_remembers_the_updates_of_each_parameter(tmp_path):
     for counts in run_parallel(interrupted_zoo, 2, str(tmp_path), [Layout(pipeline=2), Layout(tensor=2)]):
         assert len(counts) > 4
         assert counts == {name: 1.0 if "norm" in name else 2.0 for name in counts}
+    convert_to_dcp(tmp_path, tmp_path.with_name("dcp"))
+    written = FileSystemReader(tmp_path.with_name("dcp")).read_metadata().state_dict_metadata
+    frozen = {name for name in written if ".norm." in name}
+    assert frozen == {"model.model.norm.weight"} and len(written) > 4 * len(counts)
 
 
 def saving(*steps, where="run", model=None, **options):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.configs import EXPERTS, MODELS, TINY_LLAMA
+from support.configs import EXPERTS, MODELS, TINY_GPT2, TINY_LLAMA
 from support.inputs import change_manifest
 from support.short_runs import tiny_recipe, train
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,6 +42,23 @@ def test_diff_sees_through_layouts_and_forms(tmp_path, hf, capsys):
     out = capsys.readouterr().out
     assert "layers.1.mlp.gate_up.up.weight: other numbers  1 elements, max abs 0.5" in out
     assert out.count("\n") == 1
+
+
+def test_diff_names_what_one_has_alone_and_other_shapes(tmp_path, capsys):
+    changes = {"a": {}, "short": {"num_hidden_layers": 1}, "wide": {"intermediate_size": 32}}
+    for name in changes:
+        write_hf_folder(tmp_path / name, TINY_LLAMA | changes[name])
+    write_hf_folder(tmp_path / "gpt2", TINY_GPT2)
+    a, short, wide, gpt2 = (str(tmp_path / name) for name in ("a", "short", "wide", "gpt2"))
+    for words, says in (
+        ((a, short), f"model.layers.1.mlp.up_proj.weight: only in {a}"),
+        ((short, a), f"model.layers.1.mlp.up_proj.weight: only in {a}"),
+        ((a, wide), "model.layers.1.mlp.up_proj.weight: shape ["),
+    ):
+        assert run(["diff", *words]) == 1
+        assert says in capsys.readouterr().out
+    assert run(["diff", a, gpt2]) == 2
+    assert "gpt2: model_type: expected llama, found gpt2" in capsys.readouterr().err
 
 
 def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(hf, monkeypatch, capsys):

@@ -146,6 +146,7 @@ def generate(words, says, given=nothing):
 
 def write_prompts(folder):
     (folder / "prompts.jsonl").write_text('{"prompt": "dog"}\n{"text": "x"}\n')
+    (folder / "broken.jsonl").write_text('{"prompt": "dog"}\n{"prompt": \n')
 
 
 test_texts_that_cannot_be_generated_are_refused = refusals(
@@ -157,6 +158,7 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
     generate("-p x --dtype int3", "int3"),
     generate("-p x --out no/such/folder", "expected a file in a folder that exists"),
     generate("--prompt-file prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
+    generate("--prompt-file broken.jsonl", r"^broken\.jsonl:2: expected valid JSON", write_prompts),
     command("generate hf --prompt ''", "tokenizer", write_model),  # without one, said first
 )
 

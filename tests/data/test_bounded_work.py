@@ -187,6 +187,8 @@ def meet_limits():
     with pytest.raises(OverLimit, match="processor time"), bounded(seconds=0.05):
         while True:
             pass
+    with pytest.raises(MemoryError), bounded(seconds=9):
+        raise MemoryError
     assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
     assert len(bytearray(2**27)) == 2**27

@@ -1,14 +1,18 @@
 """Token ids that Megatron and datatrove wrote (``foreign_tokens/write.py``) are trained on where they lie."""
 
+import errno
 import json
+import os
 import shutil
 import struct
 import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +25,7 @@ from trilith.cli.app import run
 from trilith.data import TokenFile, foreign_tokens, megatron
 from trilith.data.batches import GlobalBatches
 from trilith.data.foreign_tokens import index_tokens, read_datatrove
-from trilith.data.megatron import parse_blend, read_megatron
+from trilith.data.megatron import parse_blend, read_megatron, write_megatron_index
 from trilith.parallel_state import BadInput
 
 FIXTURES = Path(__file__).parent / "foreign_tokens"
@@ -305,6 +309,12 @@ def command(why, says, *words):
     return Refused(why, lambda folder: call_command(folder, *words), says, given=given)
 
 
+def unreadable(folder):
+    foreign = read_megatron(FIXTURES / "uint16")
+    with mock.patch.object(os, "pread", side_effect=OSError(errno.EINVAL, "")):
+        index_tokens(foreign, folder / "out", vocab_size=60_000)
+
+
 test_options_that_contradict_each_other_are_refused = refusals(
     command(
         "text-options",
@@ -330,6 +340,16 @@ test_options_that_contradict_each_other_are_refused = refusals(
             vocab_size=60_000,
         ),
         r"uint16\.bin: size: expected 2000000 bytes, found a file that shrinks",
+    ),
+    Refused(
+        "a-file-that-cannot-be-read",
+        unreadable,
+        r"uint16\.bin: expected a readable file, found Invalid argument",
+    ),
+    Refused(
+        "a-document-of-2-31-tokens",
+        lambda _: write_megatron_index(BytesIO(), np.array([0, 7, 7 + 2**31]), np.dtype("uint16")),
+        r"document: 1: expected fewer than 2\*\*31 tokens: .*found 2147483648",
     ),
     command("no-ds-files", "a folder with .ds files", "tokenizer", "--from", "datatrove"),
     command(

@@ -146,6 +146,11 @@ def pipe(folder, ending):
     os.mkfifo(folder / f"data{ending}")
 
 
+def with_another_count(folder):
+    targets = write_token_file(folder / "data", [[1, 2, 3]], [[0, 1, 1]]).index.targets
+    change_index(folder, targets={**targets.model_dump(mode="json"), "tokens": 3})
+
+
 def of_another(folder, ending):
     write(folder, "other", [[1, 2], [4, 4], [5, 6, 7, 8, 1]])
     (folder / f"other{ending}").rename(folder / f"data{ending}")
@@ -233,6 +238,12 @@ test_token_files_that_do_not_fit_are_refused = refusals(
         partial(change_index, vocab_size=8),
         "token 7",
         lambda folder: open_data(folder).verify(),
+    ),
+    Refused(
+        "verify-names-another-number-of-tokens-to-learn",
+        lambda folder: open_data(folder).verify(),
+        r"data\.targets: tokens to learn: expected 3, found 2",
+        given=with_another_count,
     ),
     Refused("F8-larger-than-the-models", lambda f: check_vocabulary(300, 299, f / "a"), "at most 299"),
 )

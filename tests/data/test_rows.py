@@ -215,6 +215,7 @@ def test_every_prefix_is_within_one_draw_of_the_shares(weights):
 
 @settings(max_examples=drawn(25), deadline=None)
 @given(weights=weights)
+@example(weights=[1.0] + [1e-9] * 5)  # each of the small ones takes a draw from the large one
 def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights):
     mixing = Interleave(weights)
     exact = [Fraction(str(weight)) for weight in weights]

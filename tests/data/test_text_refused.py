@@ -182,6 +182,9 @@ test_conversations_that_cannot_be_tokenized_are_refused = refusals(
     chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
     chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
     chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
+    chat(
+        "data-set-no-files", "set/test", dataset("state.json", b"{}"), "_data_files: expected a list of file"
+    ),
     chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
     chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
     chat("two-systems", "in.jsonl", lines([{"system": "b", **TOLD}]), r":1: system: .* found another"),
@@ -209,9 +212,21 @@ def template(why, content, says, message="x"):
     return Refused(why, call, says, given=put("chat.jinja", content.encode()))
 
 
+def written_in_python(folder):
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (folder / "vocab.json").write_text("{}")  # any that a tokenizer may have
+    (folder / "chat.jinja").write_text(CHATML)
+
+
 WHOLLY_MARKED = CHATML.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
 
 test_templates_that_cannot_be_are_refused = refusals(
+    Refused(
+        "python-tokenizer",
+        lambda folder: ChatTemplate(load_tokenizer(folder), folder / "chat.jinja"),
+        r"tokenizer\.json: expected one: it maps characters to tokens",
+        given=written_in_python,
+    ),
     template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
     template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
     template(
@@ -314,5 +329,11 @@ test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run =
     loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
     loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
     loading("pipe", pipe, "regular file"),
+    Refused(
+        "model-for-a-chat",
+        lambda folder: load_tokenizer(folder / "t" / MODEL).chat([{"role": "user", "content": "x"}]),
+        r"a Hugging Face tokenizer folder, for a chat template, found a SentencePiece \.model file",
+        given=tokenizer,
+    ),
     loading("code-of-the-folder", with_code, "."),
 )

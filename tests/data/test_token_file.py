@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -139,6 +140,8 @@ def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, failing):
 
     refusal = pytest.raises(DiskFailed, match="cannot be written")
     with mock.patch.object(Disk, "rename", renames(failing, refuse)), refusal:
+        write(tmp_path / "data")
+    with mock.patch.object(TokenWriter, "_open", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         write(tmp_path / "data")
     assert files(tmp_path) == []
     write(tmp_path / "data")

@@ -1,5 +1,6 @@
 """Tokenizing: the same bytes from any number of workers and any cut of the input, after a stop too."""
 
+import errno
 import gzip
 import json
 import os
@@ -8,6 +9,7 @@ import string
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -93,6 +95,15 @@ def test_packed_files_give_the_same_tokens(folder, tmp_path, name):
     for path, out in ((plain, "plain"), (packed, "packed")):
         tokenize([path], folder, tmp_path / out, workers=1)
     assert bytes_of(tmp_path / "plain") == bytes_of(tmp_path / "packed")
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_file(folder, tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("text")
+    monkeypatch.setattr(
+        text_and_jsonl, "_cut", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    )
+    with pytest.raises(OSError, match="Input/output error"):
+        list(read_blocks(tmp_path / "in.txt", split_paragraphs=False, json_key="text"))
 
 
 def test_the_bytes_do_not_depend_on_workers_or_block_size(folder, tmp_path, monkeypatch):

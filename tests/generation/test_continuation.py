@@ -84,7 +84,7 @@ def test_the_printed_text_is_that_of_all_tokens_decoded_at_once(tokenizers):
         inside = tokenizer.decode(new).replace("\N{REPLACEMENT CHARACTER}", "") or "x"
         begins = draw.randrange(len(inside))
         texts = draw.choice([(), ("never there",), (inside[begins : begins + draw.randrange(1, 6)],)])
-        row, whole = Continuation(tokenizer, ids, (), texts), Whole(tokenizer, ids, texts)
+        row, whole = Continuation(tokenizer, ids, {-1}, texts), Whole(tokenizer, ids, texts)
         printed = printed_whole = ""
         ended = False
         for token in new:
@@ -93,6 +93,7 @@ def test_the_printed_text_is_that_of_all_tokens_decoded_at_once(tokenizers):
             text = tokenizer.decode(ids + row.tokens)[whole.before :]
             ended = ended or any(stop in text for stop in texts)
             assert (row.end is not None) == ended, (number, texts, text)
+        assert row.grow(-1) == "" and row.finish == "stop"  # at a token that is no text
         assert printed + row.rest() == printed_whole + whole.text()[whole.said :], (number, texts, ids, new)
 
 

@@ -93,6 +93,18 @@ REFUSED = [
     roped(GEMMA3, "gemma3-two-thetas", f"{WINDOW}.rope_theta", **{WINDOW: {"rope_theta": 2e4}}),
     of(config("gpt_oss"), "gpt-oss-two-names", "experts_per_token", {"experts_per_token": 3}),
     of(config("gpt_oss"), "gpt-oss-context", "initial_context_length", {"initial_context_length": 7}),
+    of(config("exaone4"), "exaone4-letters", "layer_types", {"sliding_window_pattern": "LLLG"}),
+    *(
+        of(config("qwen3_next"), f"interval-{n!r}", "full_attention_interval", {"full_attention_interval": n})
+        for n in (0, "4", 2.0, True)
+    ),
+    of(MIXTRAL, "experts-in-all", "experts", {"num_local_experts": 4096, "num_hidden_layers": 512}),
+    of(
+        config("phi"),
+        "two-shares",
+        "partial_rotary_factor",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
     llama("D5-number", "architectures", {"architectures": 5}),
     llama("D7", "num_key_value_heads", {"num_key_value_heads": 4}),
@@ -197,6 +209,7 @@ ACCEPTED = [
     ("D16-agree", LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {"rope_theta": 1e4}),
     ("D23-off", LLAMA, {"sliding_window": None, "use_sliding_window": False}, {}),
     ("D28-gpt2", GPT2, {}, {"tie_word_embeddings": True, "intermediate_size": 192}),
+    ("gemma-gelu", config("gemma"), {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}),
     ("gpt2-inner-null", GPT2, {"n_inner": None}, {"intermediate_size": 192}),
     ("gpt2-both-names", GPT2, {"hidden_size": 48}, {"hidden_size": 48}),
 ]

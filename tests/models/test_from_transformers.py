@@ -3,6 +3,7 @@
 import json
 import random
 from importlib.metadata import version
+from inspect import signature
 from unittest.mock import patch
 
 import pytest
@@ -25,8 +26,17 @@ from trilith.models.from_transformers.attention import attention
 from trilith.models.from_transformers.config import config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
-from trilith.models.from_transformers.probe import Probed, on_meta, probed
-from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations, initialize
+from trilith.models.from_transformers.probe import Probed, _law, on_meta, probed
+from trilith.parallel_state import (
+    OWN,
+    BadInput,
+    Layout,
+    Normal,
+    ParallelState,
+    Uniform,
+    declarations,
+    initialize,
+)
 from trilith.parallel_state.engine import local_data
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search.generation_layouts import generation_layouts
@@ -250,6 +260,19 @@ def test_first_values_follow_transformers_laws():
     assert OWN not in {declaration.initial for declaration in declarations(model).values()}
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "law"),
+    [
+        ("trunc_normal_", {"std": 0.02}, Normal(0.02)),
+        ("trunc_normal_", {"std": 1.0}, OWN),
+        ("uniform_", {"a": -0.5, "b": 0.5}, Uniform(0.5)),
+        ("uniform_", {}, OWN),
+    ],
+)
+def test_a_law_of_torch_is_one_of_ours_where_it_is_the_same(name, arguments, law):
+    assert _law(name, signature(getattr(nn.init, name)).bind(torch.empty(2), **arguments)) == law
+
+
 def test_adapters_pass_over_what_is_not_trained(tmp_path):
     *_, config, _ = saved(tmp_path / "hf", "gemma3")
     for excluded in (None, ("q_proj",), ".*q_proj"):
@@ -430,6 +453,29 @@ DROPPED = patch(
 UNKNOWN_STYLE = patch.object(
     config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"}
 )
+
+
+def having(add):
+    """Return what makes a model of which each MLP has something more."""
+
+    def call(folder):
+        from transformers.models.arcee.modeling_arcee import ArceeMLP
+
+        made = ArceeMLP.__init__
+
+        def with_more(self, *args, **named):
+            made(self, *args, **named)
+            add(self)
+
+        with patch.object(ArceeMLP, "__init__", with_more):
+            on_meta(family("arcee").from_hf(tiny("arcee")), ours=False)
+
+    return call
+
+
+NORM_AS_LINEAR = patch.object(
+    config_class("arcee"), "base_model_tp_plan", {"layers.*.input_layernorm": "colwise"}
+)
 test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     Refused("modules' names in the zoo", lambda folder: convert(folder / "hf", folder / "cut"),
             "--to hf --implementation transformers. reads them", given=named_as_modules),
@@ -459,6 +505,11 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("stages", "arcee", {}, "pipeline: expected at most 4, one block a stage, found 8", pipeline=8),
     declared("a style without a row", "arcee", {"num_hidden_layers": 3},
              "model.layers.*: its plan's style diagonal is not known", change=UNKNOWN_STYLE, tensor=2),
+    declared("a style of a linear for a norm", "arcee", {"num_hidden_layers": 3}, "expected a linear for the "
+             "style colwise, found ArceeRMSNorm. Take tensor=1", change=NORM_AS_LINEAR, tensor=2),
+    declared("an output layer of its own", "dory", {}, "output layer: expected nn.Linear, found DoryLMHead"),
+    declared("a block of two places", "zamba2", {}, "expected one place for each parameter, found .* again"),
+    declared("no text alone", "blip", {}, "expected a model with an embedding and an output layer"),
     declared("norms of heads", "cohere", {"use_qk_norm": True, "rope_parameters": DYNAMIC},
              "q_norm.weight meets a rank's", tensor=2),
     declared("a rule of files that keeps no boxes", "olmoe", {"num_hidden_layers": 2},
@@ -478,6 +529,18 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
               cut_embedding(module, "arcee", ends=False, state=None),
               rf"embedding: .*{option}.*, found Embedding\(8, 4, {option}=True\)")
       for option in ("max_norm", "sparse", "scale_grad_by_freq")),
+    Refused("a keyword of attention", lambda folder:
+            attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), None, odd=1),
+            "^Identity: odd: expected no keyword that"),
+    declared("an older transformers", "arcee", {}, "transformers: version: expected at least .* for arcee",
+             change=patch("trilith.models.from_transformers.model.version", lambda name: "4.57.1")),
+    Refused("a backend for attention of its own", lambda folder: built("gpt_neo")[2].pin_attention("flex"),
+            "gpt_neo: attention_backend: expected auto, found flex. its attention is not"),
+    Refused("a tensor that is no buffer", having(lambda module: vars(module).update(odd=torch.ones(2))),
+            r"^arcee: model\.layers\.0\.mlp\.odd: expected no tensor, found one"),
+    Refused("a buffer that nothing sets",
+            having(lambda module: module.register_buffer("odd", torch.ones(2), persistent=False)),
+            r"^arcee: ArceeMLP\.odd: expected values that transformers' _init_weights sets"),
     # Attention that is called without this forward's mask.
     *(Refused(f"mask: {found}", lambda folder, mask=mask:
               attention(nn.Identity(), *torch.zeros(3, 1, 2, 4, 8), mask),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.configs import MODELS
+from support.configs import MODELS, config
 from support.families import config_of, on_disk, ours_from, transformers_model
 from support.round_trips import assert_same, weights
 from torch.nn import functional as F
@@ -13,6 +13,7 @@ from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.data.batch import Batch, tokens_ahead
 from trilith.layers import IGNORE
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
 from trilith.training import Step, TokenLoss
 
@@ -127,6 +128,15 @@ def test_without_the_key_it_is_left_out_and_a_reader_may_ask_for_it(folder):
     assert asked.catalog.keys() - plain.catalog.keys() == {
         one for one in asked.catalog if one.startswith("model.layers.4.")
     }
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_such_a_block_of_qwen_is_left_out(kind, tmp_path):
+    write_hf_folder(tmp_path / "hf", config(kind))
+    path = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(path), "mtp.fc.weight": torch.ones(2)}, path, {"format": "pt"})
+    (said,) = read_source(path.parent).warnings
+    assert "not read, as by transformers: " in said and "that predict further tokens" in said
 
 
 def test_an_embedding_of_its_own_is_refused(folder):

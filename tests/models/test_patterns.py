@@ -81,7 +81,7 @@ def test_what_is_decided_is_what_re_says(pattern, name):
     assert (found and found.span()) == (expected and expected.span())
 
 
-@pytest.mark.parametrize("pattern", ["(" * 3000 + "a" + ")" * 3000, "a" * 100_000])
+@pytest.mark.parametrize("pattern", ["(" * 2000 + "a" + ")" * 2000, "a{99999999999}", "a" * 100_000])
 def test_a_pattern_too_large_to_compile_is_refused(pattern):
     with pytest.raises(BadInput, match="a regular expression"):
         assign([ParameterGroup(match=pattern)], {NAME: ()})

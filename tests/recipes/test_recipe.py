@@ -173,6 +173,7 @@ test_a_bad_recipe_is_refused = refusals(
     refused_model("a key that a size does not read", LLAMA_1B | {"config": {"rope_thetta": 5e5}}, UNREAD),
     refused_model("a key that a config does not read", {"config": TINY_LLAMA | {"rope_thetta": 5e5}}, UNREAD),
     Refused("no file", lambda folder: load_recipe(folder / "a.toml"), r"a\.toml: .* a file, found nothing"),
+    Refused("no recipe's name", lambda folder: load_recipe("zzz"), "neither. These come with trilith: gpt3"),
     Refused(
         "no TOML",
         lambda folder: load_recipe(folder / "bad.toml"),

@@ -403,7 +403,8 @@ def test_shards_without_fsdp_are_listed_and_a_hybrid_without_sizes_asks_for_them
 def test_with_deepspeed_the_trainer_s_sizes_count_where_its_file_is_silent(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     raw = {"output_dir": "x", "max_steps": 9, "per_device_train_batch_size": 2, "deepspeed": "ds.json"}
-    raw["parallelism_config"] = {"sp_size": 2, "dp_shard_size": 2}
-    found = from_trainer(raw, str(tmp_path / "args.json"), ranks=4)
-    assert layout(found) == {"context": 2, "data": 2, "zero": 3}
-    assert found.values["data.global_batch"] == 4
+    for ranks, shards, data in ((4, 2, 2), (None, 2, 2), (None, 1, 1)):
+        raw["parallelism_config"] = {"sp_size": 2, "dp_shard_size": shards}
+        found = from_trainer(raw, str(tmp_path / "args.json"), ranks=ranks)
+        assert layout(found) == {"context": 2, "data": data, "zero": 3}
+        assert found.values["data.global_batch"] == 2 * data and ("ranks" in missed(found)) == (shards == 1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Box
-from trilith.storage.strides import blocks, contiguous, first_flaw, runs_of
+from trilith.storage.strides import View, blocks, contiguous, first_flaw, runs_of
 from trilith.storage.torch_archive import open_state_dict
 
 
@@ -155,6 +155,9 @@ def test_the_stated_sums_are_those_of_the_stretches_that_hold_views(saved):
     raw = saved.read_bytes()
     assert len(file.sums) == len({one.untyped_storage().data_ptr() for one in SAVED.values()})
     assert all(zlib.crc32(raw[begin:end]) == crc for begin, end, crc in file.sums)
+    for begin, size in ((0, 1), (file.sums[0][0], len(raw) // 4)):
+        with pytest.raises(BadInput, match="expected bytes of one storage"):
+            file.add(View.strided("F32", (size,), begin, (1,)))
 
 
 def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):

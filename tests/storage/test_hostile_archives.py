@@ -35,12 +35,12 @@ class Calls:
         return self.call
 
 
-def packed(pickled, **entries):
+def packed(pickled, *, order=b"little", **entries):
     """Return an archive as torch.save writes it, with this pickle and right checksums."""
     made = BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/byteorder", order)
         for key, data in ({"0": bytes(64)} | entries).items():
             archive.writestr(f"archive/data/{key}", data)
     return made.getvalue()
@@ -134,6 +134,12 @@ PICKLES = {
     "a storage of another size": tensor(of=storage(count=number(17))),
     "a storage of many": tensor(of=storage(count=b"\x8a\x08" + struct.pack("<q", 2**62))),
     "a reference without a storage": b"\x80\x02K\x01Q.",
+    "a storage of a type that is none": tensor(of=storage().replace(b"FloatStorage", b"float32")),
+    "a storage whose key is a number": tensor(of=storage(key=number(0))),
+    "a shape without strides": tensor().replace(number(1) + b"\x85", b")"),
+    "a dtype that is a text": tensor().replace(b"_v2", b"_v3").replace(b"tRs.", text("F32") + b"tRs."),
+    "a parameter of nothing": b"\x80\x02" + name("torch._utils._rebuild_parameter") + b")R.",
+    "an ordered dict with arguments": b"\x80\x02" + name("collections.OrderedDict") + b"]\x85R.",
 }
 
 
@@ -180,6 +186,12 @@ SAYS = {
     "a text of 2 GB": "before the end",
     "an integer of 4 MB": "an opcode that torch writes",
     "elements that share bytes": "contiguous()",
+    "a storage of a type that is none": "no storage of a type",
+    "a storage whose key is a number": "without a key",
+    "a shape without strides": "shape [4] with strides []",
+    "a dtype that is a text": "no dtype",
+    "a parameter of nothing": "a parameter without a tensor",
+    "an ordered dict with arguments": "an ordered dict with arguments",
 }
 
 
@@ -261,7 +273,8 @@ ARCHIVES = {
     "no end": (GOOD[:-1], "the end of a zip"),
     "an altered pickle": (GOOD.replace(text("w"), text("v"), 1), "CRC-32"),
     "no pickle": (GOOD.replace(b"data.pkl", b"data.plk"), "data.pkl"),
-    "big-endian": (packed(tensor()).replace(b"little", b"bigend"), "CRC-32|byteorder"),
+    "big-endian": (packed(tensor(), order=b"big"), "byteorder: expected little, found b'big'"),
+    "an altered byte order": (GOOD.replace(b"little", b"bigend"), "byteorder: expected CRC-32"),
 }
 
 

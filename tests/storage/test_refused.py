@@ -1,5 +1,6 @@
 """Small files that have one meaning; files, outputs and folders that cannot be are refused, unchanged."""
 
+import errno
 import json
 import os
 from contextlib import chdir
@@ -16,6 +17,7 @@ from trilith.parallel_state import Box
 from trilith.storage import TensorFile
 from trilith.storage.file_names import SOURCES, kind_of_folder
 from trilith.storage.output_places import check_output
+from trilith.storage.safe_open import read_small
 from trilith.storage.small_files import (
     log_line,
     read_good_lines,
@@ -66,10 +68,28 @@ test_files_that_are_no_small_files_are_refused = refusals(
         ("folder", lambda folder: (folder / "a").mkdir(), "a directory"),
         ("10-GB", sparse, "bytes"),
         ("no-text", write(b"\xff\xfe\x00"), "expected UTF-8 text, found byte 0xff at 0"),
+        ("archive", lambda folder: torch.save({}, folder / "a"), "an archive, such as torch.save writes"),
         ("git-lfs", write(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
     )
-    if name in ("text", "json", "toml") or why not in ("no-text", "git-lfs", "10-GB")
+    if name in ("text", "json", "toml") or why not in ("no-text", "archive", "git-lfs", "10-GB")
 )
+
+
+def disturbed(why, says, function, **effect):
+    def call(folder):
+        with patch.object(os, function, **effect):
+            read_small(folder / "a", 4)
+
+    return Refused(why, call, f"^a: .*{says}", given=write(b"{}"))
+
+
+test_files_that_change_while_they_are_read_are_refused = refusals(
+    disturbed("swapped", "changed while it was opened", "open",
+              new=lambda path, flags, real=os.open: real("/dev/null", flags)),
+    disturbed("grows", "found a file that grows", "read", return_value=bytes(5)),
+    disturbed("unreadable", "Invalid argument", "read", side_effect=OSError(errno.EINVAL, "")),
+    Refused("a-NUL-in-a-path", lambda folder: read_small(Path("a\0b"), 4), r"a\\x00b': .*null byte"),
+)  # fmt: skip
 
 AMBIGUOUS = {
     "json": [
@@ -145,6 +165,10 @@ def alter(path):
 
 test_archives_that_are_not_read_are_refused = refusals(
     archive("altered-pickle", "CRC-32", alter, code=4),
+    archive("a-name-twice", r"'a\.b': expected a printable name, once",
+            lambda path: torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)),
+    archive("a-name-of-a-line-end", "expected a printable name",
+            lambda path: torch.save({"a\nb": torch.ones(1)}, path)),
     archive("cut-short", "cut short", lambda path: truncate(path, -100)),
     archive("before-zip-archives", "before torch 1.6.*torch.save or as safetensors",
             _use_new_zipfile_serialization=False),

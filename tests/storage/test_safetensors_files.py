@@ -35,7 +35,8 @@ def test_checksum_of_pieces_in_any_order_and_what_is_missing():
     for begin, end in [(700, 1000), (0, 300), (400, 700), (400, 700)]:
         seen.add(begin, data[begin:end])
     assert seen.gaps(0, 1000) == [(300, 400)]
-    seen.add(250, data[250:350])  # overlaps: counts for nothing
+    for begin, end in [(250, 350), (350, 450), (350, 350)]:  # overlaps, or is empty: counts for nothing
+        seen.add(begin, data[begin:end])
     assert seen.gaps(0, 1000) == [(300, 400)]
     seen.add(300, data[300:400])
     assert seen.gaps(0, 1000) == []
@@ -80,6 +81,10 @@ def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(tmp_path, monkeypat
     writer = TensorWriter(tmp_path / "f", {"w": ("U8", (4, 4))})
     writer.write("w", Box((0, 0), (4, 2)), torch.ones(4, 2, dtype=torch.uint8))
     writer.write("w", Box((0, 2), (4, 4)), torch.ones(4, 2, dtype=torch.uint8))
+    os.truncate(tmp_path / "f", 7)
+    with pytest.raises(DiskFailed, match=f"{writer.size} bytes were written, 7 are there"):
+        writer.close()
+    os.truncate(tmp_path / "f", writer.size)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0)
     with pytest.raises(DiskFailed, match="cannot be read from byte"):
         writer.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trilith.parallel_state import BadCheckpoint, BadInput
-from trilith.storage import TensorFile
+from trilith.storage import TensorFile, safetensors_header
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -126,6 +126,13 @@ def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
     path.write_bytes(framed({"block/w": F32}))
     refusal(path)
     assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
+
+
+def test_A29_tensors_are_counted_however_their_fields_are_spelt(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 2)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(framed(empty_tensors(3)[8:].replace(b"offsets", b"offset\\u0073"), b""))
+    assert "at most 2 tensors, found 3" in refusal(path)
 
 
 def test_A34_file_that_shrinks_is_an_error_and_no_signal(tmp_path, monkeypatch):

@@ -30,12 +30,19 @@ from trilith.testing import run_fresh
 @pytest.mark.parametrize("text", ["", "²", "٨", "1_0", "+1", "-1", "max", "9" * 19, "9" * 5000])
 def test_what_writes_no_number_is_none_and_never_an_error(text, tmp_path, monkeypatch):
     assert whole_number(text) is None and whole_number("007") == 7
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/mountinfo").write_text(f"1 2 0:1 / / rw - ext4 a rw\n{text}\n1 2 0:1 / / rw - \n")
     for name in ("cpu.max", "memory.max", "memory.current", "memory.stat"):
         (tmp_path / name).write_text(f"{text} {text}\nfile {text}\n")
     (tmp_path / "meminfo").write_text(f"MemAvailable: {text}\nMemAvailable: 3 kB\n")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.setattr(machine, "_PROC", tmp_path)
     assert machine.usable_cores() >= 1 and machine.memory_available() == 3 * 1024
+    assert machine.file_system_of(tmp_path) == "ext4"
+    for name, number in (("cpu.max", "1 1"), ("memory.max", "4000"), ("memory.current", "3000")):
+        (tmp_path / name).write_text(f"{number}\n")
+    (tmp_path / "memory.stat").write_text("anon 2000\nfile 500\nfile_dirty 400\n")  # files can be given up
+    assert machine.usable_cores() == 1 and machine.memory_available() == 4000 - 3000 + 500
 
 
 def in_a_new_process(check):

@@ -4,11 +4,14 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from trilith.cli.errors import explain
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, require
 from trilith.system import refusal_of
+from trilith.system.text import literal
+from trilith.system.user_errors import asked
 
 INPUT, MACHINE = (
     ("ENOENT", "EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "ELOOP", "ENXIO"),
@@ -64,6 +67,18 @@ def test_a_lock_that_is_held_is_no_fault_of_the_machines():
     assert explain(held)[0] == 2
 
 
+def test_a_refusal_of_ours_without_a_line_of_the_users_code_stays():
+    with pytest.raises(BadInput, match=r"^layout: tensor: expected 1$"):
+        asked(partial(require, False, "layout", "tensor", 1), "model.module", "a model")
+
+
+def test_of_a_value_of_many_levels_the_beginning_is_shown():
+    value = []
+    for _ in range(200):
+        value = [value]
+    assert literal(value) == "[" * 80
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("y"), RuntimeError("z"), BadInput("w")])
 def test_other_errors_are_not_the_systems(error):
     assert refusal_of(error) is None
@@ -71,22 +86,43 @@ def test_other_errors_are_not_the_systems(error):
 
 #: A program with a command that writes many lines.
 LINES = """
-import sys
+import os, sys
 from trilith.cli.app import run
 def lines() -> None:
     for number in range(100_000): sys.stdout.write(f"{number}\\n")
-def other() -> None: pass
-sys.exit(run(["lines"], (lines, other)))
+def other() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+sys.exit(run(sys.argv[1:], (lines, other)))
 """
+
+
+def run_into(output, lines, *words):
+    """Run one of the program's commands; return the exit code and what standard error shows."""
+    command = [sys.executable, "-c", LINES.replace("100_000", lines), *words]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("lines", ["1", "100_000"], ids=["at the end", "in the command"])
 def test_a_full_disk_behind_standard_output_is_one_line(lines):
-    words = [sys.executable, "-c", LINES.replace("100_000", lines)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 3
-    assert (
-        done.stderr.startswith("error: standard output: No space left on device")
-        and done.stderr.count("\n") == 1
-    ), done.stderr
+        code, errors = run_into(full, lines, "lines")
+    assert code == 3
+    assert errors.startswith("error: standard output: No space left on device") and errors.count("\n") == 1, (
+        errors
+    )
+
+
+@pytest.mark.parametrize("lines", ["1", "100_000"], ids=["at the end", "in the command"])
+def test_an_output_that_nobody_reads_any_more_is_no_error(lines):
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run_into(writer, lines, "lines") == (0, "")
+    os.close(writer)
+
+
+def test_another_pipe_that_nobody_reads_is_an_error():
+    code, errors = run_into(subprocess.PIPE, "1", "other")
+    assert code == 3 and errors.startswith("error: Broken pipe") and errors.count("\n") == 1

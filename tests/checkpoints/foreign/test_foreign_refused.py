@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from zipfile import ZipFile
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.damage import truncate
 from support.draws import drawn
 from support.refusals import Refused, refusals
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from trilith.checkpoints import convert, foreign_format, read_source
 from trilith.checkpoints.foreign.rules import Table, table_named
 from trilith.checkpoints.model_tensors import model_tensors
@@ -106,6 +108,73 @@ def of_another_kind(metadata):
     metadata.state_dict_metadata["tok_embeddings.weight"] = ()
 
 
+def put_nowhere(metadata):
+    next(iter(metadata.storage_data.values())).offset = "0"
+
+
+def without_chunks(metadata):
+    metadata.state_dict_metadata["tok_embeddings.weight"].chunks = None
+
+
+def with_a_dim_less(metadata):
+    metadata.state_dict_metadata["tok_embeddings.weight"].chunks[0].offsets = torch.Size([0])
+
+
+def holding(content):
+    """Put another archive in the place of a chunk."""
+
+    def harm(path):
+        metadata = pickle.loads(path.read_bytes())
+        place = next(iter(metadata.storage_data.values()))
+        file = path.parent / place.relative_path
+        place.offset = file.stat().st_size
+        with file.open("ab") as out:
+            torch.save(content, out)
+        place.length = file.stat().st_size - place.offset
+        path.write_bytes(pickle.dumps(metadata))
+
+    return harmed("titan", ".metadata", harm)
+
+
+def with_an_empty_chunk(metadata):
+    index, place = next(iter(metadata.storage_data.items()))
+    offsets = torch.Size([37, 0])
+    chunk = ChunkStorageMetadata(offsets, torch.Size([0, 16]))
+    metadata.state_dict_metadata["tok_embeddings.weight"].chunks.append(chunk)
+    metadata.storage_data[replace(index, fqn="tok_embeddings.weight", offset=offsets)] = place
+
+
+def test_a_chunk_of_nothing_is_passed_over_and_what_lies_beside_weights_is_left_out(tmp_path):
+    with_metadata(with_an_empty_chunk)(tmp_path)
+    assert len(read(tmp_path).tensors) == len(HF)
+    shutil.rmtree(tmp_path / "titan")
+    save({"model": load_file(hf() / WEIGHTS), "dataloader": {"place": torch.ones(2)}}, tmp_path / "titan")
+    checkpoint = read(tmp_path)
+    assert len(checkpoint.tensors) == len(HF) and "dataloader.place" in str(checkpoint.skipped)
+
+
+def changed_part(change):
+    """Change the tensors of a part of Meta's."""
+
+    def harm(path):
+        tensors = torch.load(path)
+        change(tensors)
+        torch.save(tensors, path)
+
+    return harmed("llama2", PART, harm)
+
+
+def of_doubles(tensors):
+    name = "layers.0.attention.wo.weight"
+    tensors[name] = tensors[name].double()
+
+
+def pickled_alone(folder):
+    shutil.copytree(hf(), folder / "m")
+    torch.save(load_file(folder / "m" / WEIGHTS), folder / "m" / "weights.pt")
+    (folder / "m" / WEIGHTS).unlink()
+
+
 def steps_that_differ(folder):
     weights = load_file(hf() / WEIGHTS)
     state = {
@@ -117,7 +186,7 @@ def steps_that_differ(folder):
 
 def at_step(step):
     def give(folder):
-        state = {"step": torch.tensor(float(step), dtype=torch.float64)}
+        state = {"step": torch.tensor(eval(step, {"nan": float("nan")}), dtype=torch.float64)}
         save({"model": load_file(hf() / WEIGHTS), "train_state": state}, folder / "titan")
 
     return give
@@ -210,8 +279,28 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("another record", read, "expected TensorStorageMetadata, found tuple. The file is damaged",
             given=with_metadata(of_another_kind)),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
-    *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(step)}", given=at_step(step))
-      for step in ("-1", "1.5", "nan", "1e+30")),
+    *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(shown)}", given=at_step(step))
+      for step, shown in {**{n: n for n in ("-1", "1.5", "nan", "1e+30")}, "[1.0, 2.0]": "F64 [2]"}.items()),
+    Refused("a place that is no number", read, "expected a name, an offset and a length, found something",
+            given=with_metadata(put_nowhere)),
+    Refused("no chunks", read, "tok_embeddings.weight'?: expected a dtype and chunks",
+            given=with_metadata(without_chunks)),
+    Refused("a chunk of fewer dims", read, "tok_embeddings.weight'?: expected 2 offsets, found 1",
+            given=with_metadata(with_a_dim_less)),
+    Refused("no tensor in a chunk", read, r"distcp: .*: expected a tensor, found OrderedDict|found dict",
+            given=holding({"a": 1})),
+    Refused("another tensor in a chunk", read, r"distcp: .*: expected F32 \[.*\], found I64 \[3\]",
+            given=holding(torch.arange(3))),
+    Refused("a part with another tensor", copied("llama2"), "extra'?: expected the tensors of .*00.pth",
+            given=changed_part(lambda tensors: tensors.update(extra=torch.ones(1)))),
+    Refused("a part of doubles", copied("llama2"), "wo.weight'?: expected parts that differ",
+            given=changed_part(of_doubles)),
+    Refused("no table", lambda folder: table_named(str(folder / "n.toml")), r"n\.toml: rule: expected ",
+            given=lambda folder: (folder / "n.toml").write_text("rule = 5")),
+    Refused("names of nothing", copied("all.pt"), "names .*found a, .*Say --names",
+            given=lambda folder: torch.save({"a": torch.ones(1)}, folder / "all.pt")),
+    Refused("pickled weights of another name", converted_alone("m"),
+            r"pickled weights. `trilith convert m/weights\.pt OUT --config m` reads", given=pickled_alone),
     *(Refused(f"GGUF {why}", call, "found GGUF. Take the safetensors", given=gguf)
       for why, call in (("with a config", copied("x.gguf")), ("without", converted_alone("x.gguf")))),
     Refused("an output layer that is not the embedding",

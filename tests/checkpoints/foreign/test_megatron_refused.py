@@ -78,9 +78,28 @@ def without_a_layer(state):
         del encoder[name]
 
 
-def newest_of_a_run(folder):
-    dist()(folder)
-    (folder / "latest_checkpointed_iteration.txt").write_text("9\n")
+def newest_of_a_run(text):
+    def give(folder):
+        dist()(folder)
+        (folder / "latest_checkpointed_iteration.txt").write_text(text)
+
+    return give
+
+
+def with_moments(moments):
+    """Return what writes both moments of these, beside the weights."""
+
+    def give(folder):
+        config_of(LLAMA, folder)
+        states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments)
+        write_dist(folder / STEP, EMBEDDING, args=LLAMA.args, states=states)
+
+    return give
+
+
+def as_doubles(state):
+    head = state["model"]["language_model"]["output_layer"]
+    head["weight"] = head["weight"].double()
 
 
 def bridge(text):
@@ -149,11 +168,29 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("more layers than a model has", read, "at most 65,536 layers",
             given=dist({"decoder.layers.mlp.linear_fc2.weight": torch.zeros((1 << 16) + 1, 1)})),
     Refused("the newest step is not there", lambda folder: read_source(folder, config=folder / "config"),
-            r"latest_checkpointed.*found iter_0000009, which is not there", given=newest_of_a_run),
+            r"latest_checkpointed.*found iter_0000009, which is not there", given=newest_of_a_run("9\n")),
+    Refused("no newest step", lambda folder: read_source(folder, config=folder / "config"),
+            r"latest_checkpointed.*: expected the number of a step, or release, found '\?'",
+            given=newest_of_a_run("?")),
+    Refused("squared_relu", read, r"hidden_act: expected relu2, as args\.squared_relu in .*common\.pt",
+            given=dist(args=other_args(swiglu=False, squared_relu=True))),
+    Refused("a list for what is common", read, r"common\.pt: expected a dict, found list",
+            given=dist(write=lambda step: torch.save([1], step / "common.pt"))),
+    Refused("moments of another model", read, r"exp_avg of 'x': expected a weight of that name, found none",
+            given=with_moments({"x": torch.zeros(2)})),
+    Refused("moments of another shape", read, r"exp_avg of '.*': expected \[32, 16\], found \[5\]",
+            given=with_moments(dict.fromkeys(EMBEDDING, torch.zeros(5)))),
+    Refused("a list for a rank", read, r"mp_rank_00/model_optim_rng\.pt: expected a dict, found list",
+            given=legacy(lambda step: torch.save([1], step / "mp_rank_00" / "model_optim_rng.pt"))),
+    Refused("ranks of two dtypes", read, r"output_layer\.weight: expected tensors of one kind on all ranks, "
+            "found F32 of 2 dims and F64 of 2 dims", given=legacy(edited(1, as_doubles), ranks=2)),
+    Refused("a rank without a layer", read, r"mp_rank_01.*: layers: expected 0 to 3, found '?\[0, 1, 2\]",
+            given=legacy(edited(1, without_a_layer), ranks=2)),
     Refused("a file of Megatron Bridge", read, r"key_value_heads: .*num_query_groups in .*run_config\.yaml",
             given=bridge(BRIDGE.format(groups=4))),
     *(Refused(f"YAML {text}", read, "YAML", given=bridge(text))
       for text in ("model: [", "a: &a {b: 1}\nmodel:\n  <<: [*a, *a]\n")),
+    Refused("YAML of something else", read, r"missing", given=bridge("a: 1\n")),
     Refused("a pickle that would call something", read, r"posix\.system", given=legacy(extra=Calls())),
     Refused("a missing rank", read, r"mp_rank_01: .*2 tensor ranks",
             given=legacy(lambda step: shutil.rmtree(step / "mp_rank_01"), ranks=2)),
