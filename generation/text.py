@@ -55,7 +55,8 @@ def prompt_ids(
             messages = [{"role": "system", "content": system}, *messages]
         ids = tokenizer.chat(messages, asked.tools)
     if not ids:
-        raise BadInput(where, "prompt", expected="at least one token", found=literal(prompt))
+        actual = literal(prompt if isinstance(prompt, str) else prompt.messages)
+        raise BadInput(where, "prompt", expected="at least one token", found=actual)
     return ids
 
 

@@ -3,15 +3,17 @@
 import json
 import shutil
 
+import pytest
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.short_runs import tiny_recipe, write_recipe
 from support.versions import of_proved_transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trilith.checkpoints import convert
+from trilith.checkpoints import convert, load
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.generation import command
+from trilith.generation import command, generate
+from trilith.parallel_state import BadInput
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
@@ -65,9 +67,10 @@ def test_several_prompts_are_a_line_of_json_each(model, tmp_path, capfd):
     assert [row["prompt"] + row["text"] for row in found] == [expected(model, prompt) for prompt in prompts]
     assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
     out = tmp_path / "out.jsonl"
-    for _ in range(2):  # its own earlier output is replaced
-        assert written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
-        assert rows(out.read_text()) == found
+    long = {"prompt": "x" * 70_000, "text": "", "tokens": 1, "finish": "stop"}
+    out.write_text(json.dumps(long) + "\n")  # its own earlier output, whose first line is not seen whole
+    assert written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
+    assert rows(out.read_text()) == found
 
 
 @of_proved_transformers
@@ -79,6 +82,8 @@ def test_rows_of_all_lengths_come_from_a_model_that_keeps_nothing_of_earlier_tok
     for row in found:
         assert row["prompt"] + row["text"] == expected(tmp_path / "own", row["prompt"], model)
     assert len(found) == 2
+    with pytest.raises(BadInput, match=r"prompts of one length: .* found several lengths. Give one at a time"):
+        generate(load(tmp_path / "own").model, [[1], [1, 2]], max_new_tokens=1)
 
 
 def test_a_stop_text_ends_it_and_is_not_shown(model, capfd):
