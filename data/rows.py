@@ -122,7 +122,7 @@ class SampleRows:
         # The rest is padding without labels. Its positions continue the last sample, which does not see it:
         # so a row of one sample needs no mask because of its padding.
         if self.padding_apart and at < self.length:
-            starts.append(at)
+            starts += [at]
         restart(positions, np.array(starts, dtype=np.int64))
 
     def count_labels(self, rows: Ids) -> int:
