@@ -19,7 +19,7 @@ from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.engine import accelerator, map_tensors
 from .batch import Batch, BatchParts
-from .rows import Documents, Overlong, Samples, rows_of
+from .rows import Documents, Overlong, SampleRows, Samples, rows_of
 from .sample_order import Interleave, SampleOrder, piece_of
 from .token_file import TokenFile
 
@@ -71,6 +71,12 @@ class GlobalBatches(SampleOrder):
     def packed(self) -> bool:
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
+
+    def part_padding(self) -> None:
+        """Let positions start again where padding does: else it counts in the length of the last sample."""
+        for rows in self._rows:
+            if isinstance(rows, SampleRows):
+                rows.padding_apart = True
 
     def rows(self, step: int, rows: range) -> Batch:
         """Return these rows, which follow one another, of the global batch of ``step``; it reads no other.

@@ -78,6 +78,8 @@ class SampleRows:
     """
 
     separate = True
+    #: Whether the padding is a document of its own, and not the end of the last sample.
+    padding_apart = False
 
     def __init__(self, file: TokenFile, length: int, *, packed: bool, overlong: str) -> None:
         assert file.targets is not None
@@ -119,6 +121,8 @@ class SampleRows:
             at += places
         # The rest is padding without labels. Its positions continue the last sample, which does not see it:
         # so a row of one sample needs no mask because of its padding.
+        if self.padding_apart and at < self.length:
+            starts += [at]
         restart(positions, np.array(starts, dtype=np.int64))
 
     def count_labels(self, rows: Ids) -> int:

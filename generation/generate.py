@@ -47,7 +47,8 @@ def choose(
     uniform: Tensor | None = None,
     banned: Collection[int] = (),
 ) -> Tensor:
-    """Choose one token id for each row, from logits (B, V); never one that is ``banned``.
+    """Choose one token id for each row, from logits (B, V); never one that is ``banned``. -1 stands for none,
+    where the largest of a row's logits, by the temperature, is no finite number.
 
     ``uniform`` (B), numbers from [0, 1), gives each row's draw in the cumulated probabilities: the same
     number gives the same token, on any device and whatever the other rows are.
@@ -55,15 +56,17 @@ def choose(
     if banned:
         logits = logits.clone()
         logits[:, sorted(banned)] = float("-inf")
+    if sampling.temperature:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    none = ~logits.amax(-1).isfinite()  # the largest is NaN if any is
     if sampling.temperature == 0.0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).masked_fill(none, -1)
     assert uniform is not None, "sampling needs its random numbers"
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     if sampling.top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
+        ordered, order = logits.sort(descending=True, stable=True)
         chances = ordered.softmax(-1)
         before = chances.cumsum(-1) - chances
         drop = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
@@ -72,7 +75,7 @@ def choose(
     total = cumulated[:, -1:]
     drawn = (cumulated <= uniform.unsqueeze(1) * total).sum(-1)
     # The last one that has a probability: the product above may have been rounded up to the total.
-    return torch.minimum(drawn, (cumulated < total).sum(-1))
+    return torch.minimum(drawn, (cumulated < total).sum(-1)).masked_fill(none, -1)
 
 
 Tokens = Sequence[int]
@@ -142,6 +145,8 @@ def generate(
                 last = layout.rank_of_stage(layout.stages - 1)
                 dist.broadcast(new_B, group=model.state.pipeline.group, group_src=last)
             step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
+            expected, todo = "finite numbers", "Compute in float32, or raise the temperature"
+            require(-1 not in step, "generate", "logits", expected, "a NaN or an infinity", todo)
             over = (on_tokens and on_tokens(step)) or ()
             for i, token in enumerate(step):
                 if token is not None:
@@ -150,6 +155,7 @@ def generate(
             if all(ended):
                 break
             read = tokens_BT.shape[1] if cached else 0
+            new_B = new_B.clamp(min=0)  # a row that has ended may have none
             tokens_BT = torch.cat((tokens_BT, new_B.unsqueeze(1)), dim=1)
             positions_BT = torch.cat((positions_BT, positions_BT[:, -1:] + 1), dim=1)
             if cached and not model.rope_changes_at.isdisjoint(positions_BT[:, -1].tolist()):
@@ -169,6 +175,12 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
     return tokens, send((torch.arange(longest) - before).clamp(min=0), device)
 
 
+def check_counts(most: int, least: int) -> None:
+    """Refuse a largest number of new tokens below 1, or below the smallest."""
+    expected = f"from 1 up, and min_new_tokens={least} or more"
+    require(most >= max(1, least), "generate", "max_new_tokens", expected, most)
+
+
 def check_length(longest: int, most: int, positions: int) -> None:
     """Refuse a prompt of ``longest`` tokens and ``most`` new ones that need more positions than there are."""
     needed, expected = longest + most - 1, f"at most the model's {positions} positions"
@@ -177,8 +189,10 @@ def check_length(longest: int, most: int, positions: int) -> None:
 
 def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, stop: Collection[int]) -> None:
     require(prompts and all(map(len, prompts)), "generate", "prompt", "at least one token", "none")
-    expected = f"from 1 up, and min_new_tokens={least} or more"
-    require(most >= max(1, least), "generate", "max_new_tokens", expected, most)
+    check_counts(most, least)
+    expected, todo = "prompts of one length: this model keeps nothing of earlier tokens", "Give one at a time"
+    alike = model.can_cache or len({*map(len, prompts)}) == 1
+    require(alike, "generate", "prompts", expected, "several lengths", todo)
     vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
     outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
     expected = f"ids below the model's vocab_size={vocabulary}"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -12,21 +13,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, TextIO
 
 from ..checkpoints import Source
+from ..data.text.chat_formats import Conversation
 from ..data.text.tokenizer_loading import Message, Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.launch import check_launch, device_here, device_words, own_rank, process_group
 from ..storage.disk import writing
+from ..storage.file_names import CONFIG
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.output_places import check_output_file
 from ..storage.small_files import read_json
 from ..storage.staging import output_file
-from ..system import counted
+from ..system import counted, literal
 from .command import Ranks, Weights
-from .generate import Sampling, check_length, generate
+from .generate import Sampling, check_counts, check_length, generate
 from .text import Continuation, Prompt, prompt_ids
 
 if TYPE_CHECKING:
@@ -69,6 +73,9 @@ class Prepared(Weights):
 def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
     require("" not in request.stop, "generate", "--stop", "text that ends a continuation", "none")
+    check_counts(request.max_new_tokens, request.min_new_tokens)
+    used = request.system is None or request.chat or any(not isinstance(x, str) for x in request.prompts)
+    require(used, "generate", "--system", "--chat with it, or conversations as prompts", "neither")
     weights = Weights.of(request.source, request.adapter, layout, request.dtype, "generate")
     source, config = weights.source, weights.source.model_config
     tokenizer = load_tokenizer(request.tokenizer or source.path)
@@ -86,13 +93,18 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a text: ``eos_token_id`` of generation_config.json and config.json, and the
     tokenizer's.
     """
-    raw = [source.config.get("eos_token_id"), tokenizer.eos_id]
-    file = source.path / GENERATION_CONFIG
-    if file.exists():
-        raw.append(read_json(file).get("eos_token_id"))
-    token_ids = [token_id for value in raw for token_id in (value if isinstance(value, list) else [value])]
+    configs, token_ids = {CONFIG: source.config}, [tokenizer.eos_id]
+    if (file := source.path / GENERATION_CONFIG).exists():
+        configs[GENERATION_CONFIG] = read_json(file)
+    for name, config in configs.items():
+        value = config.get("eos_token_id")
+        stated = value if isinstance(value, list) else [value]
+        expected = "a token's number, a list of them or null"
+        fits = all(type(token_id) in (int, NoneType) for token_id in stated)
+        require(fits, source.path / name, "eos_token_id", expected, literal(value))
+        token_ids += stated
     # A reduced or freshly made model may name ids that it has no rows for.
-    return frozenset(i for i in token_ids if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)
+    return frozenset(i for i in token_ids if i is not None and 0 <= i < source.model_config.vocab_size)
 
 
 def continue_rows(
@@ -163,9 +175,8 @@ def converse(
                 messages.clear()
                 continue
             messages.append({"role": "user", "content": line})
-            ids = prompt_ids(
-                messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
-            )
+            asked, where = Conversation(messages), f"message {number + 1}"
+            ids = prompt_ids(asked, prepared.tokenizer, chat=True, system=request.system, where=where)
             room = positions + 1 - len(ids)  # the last token is never read
             if room < 1:
                 messages.pop()
@@ -212,9 +223,10 @@ def run_generation(
             if streams and isinstance(request.prompts[0], str) and not request.chat:
                 write(request.prompts[0])
             model, on_text = prepared.load(state), write if streams else None
+            at_once = request.batch if model.can_cache else 1  # whose rows may have any lengths
             began = time.perf_counter()
-            for start in range(0, len(prepared.ids), request.batch):
-                ids = prepared.ids[start : start + request.batch]
+            for start in range(0, len(prepared.ids), at_once):
+                ids = prepared.ids[start : start + at_once]
                 for row in continue_rows(
                     request, prepared, model, ids, first=start, most=most, on_text=on_text
                 ):
@@ -232,17 +244,15 @@ def run_generation(
 
 
 def _is_ours(seen: bytes) -> bool:
-    """Tell whether a file begins with a line such as ``_write_line`` writes."""
-    try:
-        first = json.loads(seen.split(b"\n", 1)[0])
-    except ValueError:
-        return False
-    return isinstance(first, dict) and [*first] == ["prompt", "text", "tokens", "finish"]
+    """Tell whether a file begins and ends as the lines that ``_write_line`` writes, which may be long."""
+    ends = re.search(rb', "tokens": \d+, "finish": "(stop|length)"}\n\Z', seen)
+    return ends is not None and seen.startswith(b'{"prompt": ')
 
 
 def _write_line(prompt: Prompt, row: Continuation, file: TextIO | None, write: Callable[[str], None]) -> None:
     """Write a prompt's continuation as a line of JSON, into ``file`` if there is one."""
-    record = {"prompt": prompt, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
+    written = prompt if isinstance(prompt, str) else prompt.messages
+    record = {"prompt": written, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
     text = json.dumps(record, ensure_ascii=False) + "\n"
     if file is None:
         write(text)

@@ -3,9 +3,11 @@ its stop text, in pieces that never have to be taken back.
 """
 
 from collections.abc import Sequence, Set
+from io import StringIO
 from pathlib import Path
 
-from ..data.text.tokenizer_loading import Message, Tokenizer
+from ..data.text.chat_formats import Conversation, conversation_of
+from ..data.text.tokenizer_loading import Tokenizer
 from ..parallel_state import BadInput, require
 from ..storage.small_files import Line, read_json_lines, read_text
 from ..storage.strict_json import shown
@@ -15,21 +17,23 @@ from ..system import literal
 PROMPTS = 64 << 20
 
 #: Text to continue, or a conversation to answer.
-Prompt = str | list[Message]
+Prompt = str | Conversation
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
     """Return the prompts of the command line, then those of ``file``.
 
-    A ``.jsonl`` file has a ``prompt`` or ``messages`` in each line; any other file has a prompt in each line
-    that is not blank. ``BadInput`` names file and line.
+    A ``.jsonl`` file has a ``prompt`` or ``messages`` in each line, and may have ``system`` and ``tools``
+    beside; any other file has a prompt in each line that is not blank. ``BadInput`` names file and line.
     """
     prompts: list[Prompt] = [*texts]
     if file is not None:
         if file.suffix == ".jsonl":
             prompts += [_record(line, f"{file}:{line.number}") for line in read_json_lines(file, PROMPTS)]
         else:
-            prompts += [line for line in read_text(file, PROMPTS).splitlines() if line.strip()]
+            # Not splitlines, for which a form feed and other characters end a line as well.
+            lines = StringIO(read_text(file, PROMPTS), newline=None)
+            prompts += [line.removesuffix("\n") for line in lines if line.strip()]
     require(prompts, "generate", "prompt", "--prompt TEXT or --prompt-file FILE", "neither")
     return prompts
 
@@ -45,12 +49,14 @@ def prompt_ids(
     if isinstance(prompt, str) and not chat:
         ids = tokenizer.prompt(prompt)
     else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = _question(prompt) if isinstance(prompt, str) else prompt
+        messages = asked.messages
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        ids = tokenizer.chat(messages)
+        ids = tokenizer.chat(messages, asked.tools)
     if not ids:
-        raise BadInput(where, "prompt", expected="at least one token", found=literal(prompt))
+        actual = literal(prompt if isinstance(prompt, str) else prompt.messages)
+        raise BadInput(where, "prompt", expected="at least one token", found=actual)
     return ids
 
 
@@ -59,12 +65,19 @@ def _record(line: Line, where: str) -> Prompt:
         raise line.wrong
     fields = line.value or {}
     text, messages = fields.get("prompt"), fields.get("messages")
+    beside = {key: fields[key] for key in ("system", "tools") if fields.get(key)}
     if isinstance(text, str):
-        return text
+        if not beside:
+            return text
+        messages = _question(text).messages
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         expected = "prompt (text) or messages (a list of objects with role and content)"
         raise BadInput(where, expected=expected, found=shown(line.text))
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return conversation_of({"messages": messages, **beside}, where)
+
+
+def _question(text: str) -> Conversation:
+    return Conversation([{"role": "user", "content": text}])
 
 
 def _is_message(message: object) -> bool:

@@ -77,7 +77,6 @@ READERS = {
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
     "cli/quickstart.py": "Python's own sources",
-    "generation/request.py": "a line that this command has written",
 }
 
 #: Files that may load a pickle, and why: of what a user names, only the last loads any, and imports nothing.

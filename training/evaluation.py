@@ -23,7 +23,7 @@ from ..layers import IGNORE
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
-from .run_data import HeldOut, check_labels, check_tokenizer
+from .run_data import HeldOut, check_labels, check_tokenizer, part_padding
 from .step import Step
 from .token_loss import TokenLoss
 
@@ -119,9 +119,12 @@ def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], s
 
     def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
         model, batches = opened.load(state), opened.batches
+        part_padding(model, batches)
         rows = batches.global_batch
         step = Step(model, TokenLoss(model), micro_batch=question.batch)
         loss = held_out_loss(step, HeldOut(batches, rows))
+        todo = f"The model's numbers overflow {question.dtype}: compute in float32"
+        require(math.isfinite(loss), "evaluate", "loss", "a finite number", loss, todo)
         tokens = batches.count_labels(0, range(rows))
         return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
@@ -53,6 +54,13 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     elif isinstance(rows, GlobalBatches):
         check_labels(rows, samples, "recipe", "evaluation.samples")
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
+
+
+def part_padding(model: Any, *opened: object) -> None:
+    """Part padding from samples in rows for a model whose angles depend on the length of a document."""
+    for batches in opened:
+        if isinstance(batches, GlobalBatches) and getattr(model, "rope_changes_at", None):
+            batches.part_padding()
 
 
 def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> None:

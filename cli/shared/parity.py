@@ -3,6 +3,7 @@
 The model in transformers is observed under our names, by the table of names.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -78,6 +79,7 @@ def compare_with_transformers(
     against = max(allowed, _OF_FP32) if tolerance is None else tolerance
     say("transformers")
     reference = observe_hf(single)
+    _check_comparable(reference)
     say("one process")
     ours = observe_ours(single)
     comparisons = [compare(reference, ours, against, "one process / transformers")]
@@ -86,6 +88,15 @@ def compare_with_transformers(
         cut = observe_ours(question)
         comparisons.append(compare(ours, cut, allowed, f"{question.layout} / one process"))
     return comparisons
+
+
+def _check_comparable(reference: Observation) -> None:
+    """Refuse a model of whose numbers in transformers nothing can be told: not finite, or no gradient."""
+    (loss,), todo = reference.losses, "Its weights are broken, or overflow: try --dtype float64"
+    sizes = [abs(loss), *(float(part.abs().max()) for _, _, part in reference.gradients.values())]
+    fits, expected = all(map(math.isfinite, sizes)), "finite numbers in transformers"
+    require(fits, "parity", "loss and gradients", expected, "a NaN or an infinity", todo)
+    require(any(sizes[1:]), "parity", "gradients", "some above 0 in transformers", "zeros alone", todo)
 
 
 def observe_hf(question: Question, *, timeout: float = 600) -> Observation:

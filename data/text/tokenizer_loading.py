@@ -29,8 +29,8 @@ LARGEST_FILE = 256 * 2**20
 #: How SentencePiece names the pieces that stand for a byte.
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
-#: One turn of a conversation: its ``role`` and ``content``.
-Message = dict[str, str]
+#: One turn of a conversation: its ``role`` and ``content``, and what else a template reads.
+Message = dict[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         The first one is a special token if the tokenizer's files ask for it.
         """
 
-    def chat(self, messages: list[Message]) -> list[int]:
+    def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Return the ids of a conversation up to the start of the answer, or raise ``BadInput``.
 
         The chat template writes the conversation.
@@ -134,7 +134,7 @@ class _SentencePieceTokenizer:
     def prompt(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def chat(self, messages: list[Message]) -> list[int]:
+    def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         expected = "a Hugging Face tokenizer folder, for a chat template"
         raise BadInput("generate", "tokenizer", expected=expected, found="a SentencePiece .model file")
 
@@ -192,10 +192,10 @@ class FolderTokenizer:
         ids = self._encode(text, special=True)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
 
-    def chat(self, messages: list[Message]) -> list[int]:
+    def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         todo = "Put chat_template.jinja beside the tokenizer, or generate from a plain --prompt"
         require(self.backend.chat_template, self.path, "chat_template", "one, for a chat", "none", todo)
-        text, _ = self.apply_template(messages, self.path, add_generation_prompt=True)
+        text, _ = self.apply_template(messages, self.path, add_generation_prompt=True, tools=tools)
         ids: list[int] = self.encode_written(text)["input_ids"]
         return ids
 

@@ -16,7 +16,8 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}<tool>{{ tool['name'] }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ m['name'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.configs import config
 from support.inputs import write_adapter
 from support.short_runs import tiny_recipe, train
 from support.token_files import write_token_file
@@ -95,6 +97,29 @@ def test_rows_are_as_long_as_in_the_run_unless_asked_otherwise(place, capfd):
     own = figures(capfd, place / "run", *words)
     assert own == figures(capfd, place / "run", place / "held-out", *ROWS) and own["sequence_length"] == 16
     assert figures(capfd, place / "run", *words, "--sequence-length", "8")["sequence_length"] == 8
+
+
+def test_a_loss_that_is_no_number_is_refused(place, capfd):
+    shutil.copytree(place / "hf", place / "large")
+    (file,) = (place / "large").glob("*.safetensors")
+    save_file({name: 1e3 * weight for name, weight in load_file(file).items()}, file)
+    assert run(["evaluate", str(place / "large"), str(place / "held-out"), *ROWS[:4], "--dtype", "fp16"]) == 2
+    assert "evaluate: loss: expected a finite number, found nan. The model's" in capfd.readouterr().err
+
+
+def test_padding_is_no_part_of_a_sample_where_its_length_changes_the_rotation(tmp_path, capfd):
+    samples = [[*range(3, 12)], [*range(3, 20)], [*range(30, 42)]]  # longrope changes beyond 16 places
+    learnt = [[False, *[True] * (len(ids) - 1)] for ids in samples]
+    write_token_file(tmp_path / "chats", samples, learnt, vocab_size=503)
+    data, losses = {"samples": "single", "global_batch": 3, "micro_batch": 3}, []
+    model = {"config": config("phi3", initializer_range=0.3)}
+    for length in (16, 48):
+        raw = tiny_recipe(tmp_path / f"run-{length}", tmp_path / "chats", model=model, steps=1)
+        raw["data"] |= data | {"sequence_length": length}
+        (step,) = train(raw | {"evaluation": {"tokens": str(tmp_path / "chats")}})
+        words = (tmp_path / "run-16", tmp_path / "chats", "--sequence-length", length, "--dtype", "fp64")
+        losses.append((step.loss, step.evaluation_loss, figures(capfd, *words)["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
 def test_tokens_of_another_tokenizer_are_refused(place, capfd):

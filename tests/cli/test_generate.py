@@ -3,14 +3,17 @@
 import json
 import shutil
 
+import pytest
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.short_runs import tiny_recipe, write_recipe
-from transformers import AutoTokenizer, LlamaForCausalLM
-from trilith.checkpoints import convert
+from support.versions import of_proved_transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trilith.checkpoints import convert, load
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.generation import command
+from trilith.generation import command, generate
+from trilith.parallel_state import BadInput
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
@@ -26,10 +29,10 @@ def written(capfd, model, *more):
     return capfd.readouterr().out
 
 
-def expected(model, prompt):
+def expected(model, prompt, tokenizer=None):
     """Return the texts of transformers, from its own tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    hf_model = LlamaForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer or model)
+    hf_model = AutoModelForCausalLM.from_pretrained(model)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = hf_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     return tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
@@ -52,20 +55,35 @@ def test_an_error_after_the_prompt_begins_a_line(model, tmp_path, capfd):
 
 
 def rows(text):
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def test_several_prompts_are_a_line_of_json_each(model, tmp_path, capfd):
-    prompts = ["The quick", "Pack my box with", "dog"]
+    prompts = ["The quick", "Pack my\fbox\u2028with", "dog"]  # of which a line of a file is one
     file = tmp_path / "prompts.txt"
-    file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
+    file.write_text(f"{prompts[1]}\r\n\n{prompts[2]}\n")
     found = rows(written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--batch", "2"))
     assert [row["prompt"] for row in found] == prompts
     assert [row["prompt"] + row["text"] for row in found] == [expected(model, prompt) for prompt in prompts]
     assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
     out = tmp_path / "out.jsonl"
+    long = {"prompt": "x" * 70_000, "text": "", "tokens": 1, "finish": "stop"}
+    out.write_text(json.dumps(long) + "\n")  # its own earlier output, whose first line is not seen whole
     assert written(capfd, model, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
     assert rows(out.read_text()) == found
+
+
+@of_proved_transformers
+def test_rows_of_all_lengths_come_from_a_model_that_keeps_nothing_of_earlier_tokens(model, tmp_path, capfd):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    theirs = AutoConfig.for_model("biogpt", vocab_size=300, initializer_range=0.5, **sizes)
+    AutoModelForCausalLM.from_config(theirs).save_pretrained(tmp_path / "own")
+    found = rows(written(capfd, tmp_path / "own", "-p", "The quick", "-p", "dog", "--tokenizer", str(model)))
+    for row in found:
+        assert row["prompt"] + row["text"] == expected(tmp_path / "own", row["prompt"], model)
+    assert len(found) == 2
+    with pytest.raises(BadInput, match=r"prompts of one length: .* found several lengths"):
+        generate(load(tmp_path / "own").model, [[1], [1, 2]], max_new_tokens=1)
 
 
 def test_a_stop_text_ends_it_and_is_not_shown(model, capfd):
@@ -98,10 +116,17 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(model, tmp_path, 
     assert asked + answer == expected(model, asked) + "\n"
     file = tmp_path / "chats.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
-    file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "dog"}) + "\n")
-    first, second = rows(written(capfd, model, "--prompt-file", str(file)))
-    assert first["text"] + "\n" == answer and first["prompt"] == messages
+    named, beside = [{"role": "user", "content": "dog", "name": "Ann"}], {"system": "Be brief."}
+    records = [
+        {"messages": messages}, {"prompt": "dog"}, {"messages": messages[1:], **beside},
+        {"prompt": "The quick", **beside}, {"messages": named, "tools": [{"name": "weather"}]},
+    ]  # fmt: skip
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    first, second, *others, last = rows(written(capfd, model, "--prompt-file", str(file)))
+    assert first["text"] + "\n" == answer and first["prompt"] == messages and others == [first, first]
     assert "dog" + second["text"] == expected(model, "dog")
+    asked = "<tool>weather\n<user>dogAnn\n<assistant>"
+    assert asked + last["text"] == expected(model, asked)
 
 
 def on_a_rank(arguments):

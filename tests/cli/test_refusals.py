@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.command_lines import call_command
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
@@ -149,6 +151,18 @@ def write_prompts(folder):
     (folder / "broken.jsonl").write_text('{"prompt": "dog"}\n{"prompt": \n')
 
 
+def write_eos(folder):
+    shutil.copytree(model() / "model", folder / "eos")
+    shutil.copytree(model() / "tokenizer", folder / "eos", dirs_exist_ok=True)
+    (folder / "eos" / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
+
+
+def write_zeros(folder):
+    write_hf_folder(folder / "zeros", TINY_LLAMA)
+    (file,) = (folder / "zeros").glob("*.safetensors")
+    save_file({name: 0 * tensor for name, tensor in load_file(file).items()}, file)
+
+
 test_texts_that_cannot_be_generated_are_refused = refusals(
     generate("", "prompt: expected --prompt TEXT or --prompt-file FILE, found neither"),
     generate("-p ''", "prompt 1: prompt: expected at least one token"),
@@ -156,6 +170,11 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
     generate("-p x --tensor 3", "tensor: expected a divisor of num_attention_heads=4, found 3"),
     generate("-p x --max-new-tokens 400", "at most the model's 256 positions"),
     generate("-p x --dtype int3", "int3"),
+    generate("-p x --min-new-tokens 13", "max_new_tokens: expected from 1 up, and min_new_tokens=13 or more"),
+    generate("-p x --system brief", "--system: expected --chat with it"),
+    generate("-p x --temperature 1e-300", "logits: expected finite numbers, found a NaN or an infinity"),
+    command("generate eos -p x", r"config\.json: eos_token_id: .* found \[1, '2'\]", write_eos),
+    command("parity zeros", "gradients: expected some above 0 in transformers, found zeros", write_zeros),
     generate("-p x --out no/such/folder", "expected a file in a folder that exists"),
     generate("--prompt-file prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
     generate("--prompt-file broken.jsonl", r"^broken\.jsonl:2: expected valid JSON", write_prompts),

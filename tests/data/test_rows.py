@@ -60,20 +60,23 @@ def test_separate_windows_know_the_document_of_every_token(tmp_path_factory, doc
 
 
 @settings(max_examples=drawn(100), deadline=None)
-@given(documents=samples, length=st.integers(8, 20), packed=st.booleans())
+@given(documents=samples, length=st.integers(8, 20), packed=st.booleans(), apart=st.booleans())
 def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
-    tmp_path_factory, documents, length, packed
+    tmp_path_factory, documents, length, packed, apart
 ):
     if all(len(ids) == 1 for ids, _ in documents) or not any(any(learnt) for _, learnt in documents):
         return
     file = write(tmp_path_factory.mktemp("s") / "d", documents, chat=True)
     rows = SampleRows(file, length, packed=packed, overlong="refuse")
+    rows.padding_apart = apart
     stored = []
     for row in range(len(rows)):
         ids, labels, positions = filled(rows, row)
         starts = [at for at in range(length) if positions[at] == 0]
         assert positions == [at - max(s for s in starts if s <= at) for at in range(length)]
         taken = sum(len(documents[sample][0]) - 1 for sample in rows.rows[row].tolist())
+        assert (taken in starts) == (apart and taken < length)
+        starts = [at for at in starts if at < taken]
         for start, end in zip(starts, [*starts[1:], taken], strict=True):
             stored.append((ids[start:end], labels[start:end]))
         assert set(ids[taken:]) <= {0} and set(labels[taken:]) <= {IGNORE}, "padding, of the last document"

@@ -276,10 +276,13 @@ def test_top_p_leaves_the_smallest_set_that_holds_so_much():
     found = frequencies(temperature=1.0, top_p=0.7)
     assert found[:2].all() and not found[2:].any()
     assert frequencies(temperature=1.0, top_p=0.6).tolist() == [1, 0, 0, 0, 0]
+    ends = torch.tensor([0.0, 1 - 2**-53]).double()  # of equal ones, those of the smallest numbers
+    assert choose(torch.zeros(2, 64), Sampling(1.0, top_p=0.5), uniform=ends).tolist() == [0, 31]
 
 
 def test_a_banned_token_never_comes_and_the_others_share_its_probability():
     assert choose(LOGITS, Sampling(), banned=(0, 1)).tolist() == [2]
+    assert choose(torch.tensor([[1.0, float("nan")], [1.0, 2.0]]), Sampling()).tolist() == [-1, 1]
     found = frequencies(banned=(0,), temperature=1.0, top_k=2)
     torch.testing.assert_close(found[1:3], LOGITS[0, 1:3].softmax(-1), atol=0.012, rtol=0)
     assert not found[[0, 3, 4]].any()
