@@ -72,6 +72,11 @@ class GlobalBatches(SampleOrder):
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
 
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several documents that do not see each other; reads all starts."""
+        return any(rows.shared for rows in self._rows)
+
     def rows(self, step: int, rows: range) -> Batch:
         """Return these rows, which follow one another, of the global batch of ``step``; it reads no other.
 

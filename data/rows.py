@@ -49,6 +49,12 @@ class WindowRows:
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
 
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several documents that do not see each other."""
+        starts = self.file.documents[1:-1]
+        return self.separate and bool((starts[starts < len(self) * self.length] % self.length).any())
+
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
         begin = row * self.length
@@ -106,6 +112,11 @@ class SampleRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several samples."""
+        return len(self.rows.samples) > len(self.rows)
 
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         at, starts = 0, []

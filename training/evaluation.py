@@ -23,7 +23,7 @@ from ..layers import IGNORE
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
-from .run_data import HeldOut, check_labels, check_tokenizer
+from .run_data import HeldOut, check_documents, check_labels, check_tokenizer
 from .step import Step
 from .token_loss import TokenLoss
 
@@ -143,6 +143,7 @@ def _open(question: Question, layout: Layout) -> _Opened:
     require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
+    check_documents(batches, source.family.on_meta(config), "evaluate", str(question.tokens))
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     check_labels(batches, rows, "evaluate", "--rows")
     return _Opened(**vars(weights), batches=batches.resized(rows))

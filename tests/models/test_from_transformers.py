@@ -14,6 +14,7 @@ from support.nightly import some
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, write_tokens
+from support.token_files import write_token_file
 from support.versions import of_proved_transformers
 from torch import nn
 from trilith.checkpoints import convert, differences, load, read_source
@@ -36,7 +37,7 @@ from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import LoraSection
 from trilith.training.lora import plan_adapters
-from trilith.training.run_plan import plan
+from trilith.training.run_plan import check_run
 
 pytestmark = of_proved_transformers
 TABLE = proved()["types"]
@@ -402,12 +403,16 @@ def declared(why, kind, changes, says, *, change=lambda call: call, **layout):
     return Refused(why, change(call), says)
 
 
+def written(folder):
+    write_token_file(folder / "tokens", [range(9)] * 9, vocab_size=9)
+
+
 def planned(why, kind, says, **changes):
     def call(folder):
         model = {"config": tiny(kind, vocab_size=512)}
-        plan(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model, **changes)))
+        check_run(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model, **changes)))
 
-    return Refused(why, call, says, given=lambda folder: write_tokens(folder / "tokens"))
+    return Refused(why, call, says, given=written)
 
 
 def shifted(self, input_dict, **named):
@@ -467,6 +472,8 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
              r"arcee: model\.norm\.weight: expected a tensor of files that holds it", change=DROPPED),
     # Code may follow the output layer; and routers are transformers' own.
     planned("chunks", "arcee", "memory.loss_chunk: expected 0 or auto", memory={"loss_chunk": 64}),
+    planned("documents in a row", "gpt_neo", "data.tokens: expected one document a row: its attention is not",
+            data={"documents": "separate"}),
     planned("balance", "olmoe", "expected a model of the zoo: .*, found olmoe", experts={"balance": 0.1}),
     # First values that are not known.
     *(Refused(name, lambda folder, kind=kind: initialize(whole(kind), 3), f"{name}: expected an initial")
