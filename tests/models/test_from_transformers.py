@@ -442,6 +442,7 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("no blocks", "arcee", {"num_hidden_layers": 0}, "num_hidden_layers"),
     declared("quantized", "arcee", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     declared("no padding", "camembert", {"pad_token_id": None}, "pad_token_id: expected a token's number"),
+    declared("blocks that are left out", "biogpt", {"layerdrop": 0.1}, "json: layerdrop: expected 0: all"),
     declared("an encoder", "bert", None, NOT_ALONE + "Set is_decoder"),
     declared("encoder and decoder", "bart", None, NOT_ALONE + ".* its decoder trains alone"),
     declared("three models", "musicgen", None, NOT_ALONE + PARTS),
