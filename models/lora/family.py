@@ -157,8 +157,12 @@ class AdaptedFamily(Family):
         ):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
-                if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
-                    raise BadInput(where, key, expected=expected, found=repr(name))
+                if not _named(name, among):
+                    left = key == "target_modules" and _named(name, all_sites)
+                    todo = (
+                        "What it names is left out by exclude_modules or layers_to_transform" if left else ""
+                    )
+                    raise BadInput(where, key, expected=expected, found=repr(name), todo=todo)
 
     def check_peft(self, config: ModelConfig) -> None:
         """Refuse adapters that ``peft`` would attach to other modules. In a model with experts, PEFT
@@ -192,6 +196,10 @@ class AdaptedFamily(Family):
             "init_lora_weights": True,
             **shape,
         }
+
+
+def _named(name: str, among: Sequence[Site | ExpertSite]) -> bool:
+    return any(site.name == name or site.name.endswith(f".{name}") for site in among)
 
 
 def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:

@@ -201,6 +201,8 @@ test_targets_that_are_not_there_are_refused = refusals(
     Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
     Refused("dropout", checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
             "lora_dropout: expected 0 beside target_parameters"),
+    Refused("left out", checked(LLAMA, target_modules=["q_proj", "0.mlp.up_proj"], layers_to_transform=1),
+            "found '0.mlp.up_proj'. What it names is left out by"),
     Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
 )  # fmt: skip
 
