@@ -17,7 +17,7 @@ from support.short_runs import losses, tiny_recipe, train, write_tokens
 from support.token_files import write_token_file
 from support.versions import of_proved_transformers
 from torch import nn
-from trilith.checkpoints import convert, differences, load, read_source
+from trilith.checkpoints import convert, differences, fingerprint, load, read_source
 from trilith.cli.app import run
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily, family_of
@@ -275,6 +275,12 @@ def test_adapters_of_an_image_encoder_are_merged_and_not_trained(tmp_path):
     expected, merged = (read_source(tmp_path / name).hf for name in ("expected", "merged"))
     assert expected.keys() == merged.keys()
     assert all(torch.allclose(merged[name].read(), tensor.read()) for name, tensor in expected.items())
+
+
+def test_the_fingerprint_of_a_base_with_scalars_is_that_of_its_parts(tmp_path):
+    saved(tmp_path / "hf", "apertus")
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2)
+    assert fingerprint(read_source(tmp_path / "hf")) == fingerprint(read_source(tmp_path / "cut"))
 
 
 # With an image encoder, with experts, with a table of integers; at night of further kinds of files.
