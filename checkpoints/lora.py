@@ -60,7 +60,9 @@ def fingerprint(base: Source) -> str:
     digest = hashlib.sha256(base.model_config.model_dump_json(exclude={"initializer_range"}).encode())
     for name, shape in base.family.links(base.model_config)[1].items():
         digest.update(repr((name, base.hf[name].dtype, shape)).encode())
-        whole = Box.whole(shape).narrow(len(shape) - 1, 0, min(shape[-1], _SAMPLE))
+        whole = Box.whole(shape)
+        if shape:
+            whole = whole.narrow(len(shape) - 1, 0, min(shape[-1], _SAMPLE))
         for row in sorted({0, shape[0] // 2, shape[0] - 1}) if len(shape) > 1 else (0,):
             box = whole.narrow(0, row, row + 1) if len(shape) > 1 else whole
             numbers = base.hf[name].read(box, finite=False).contiguous()

@@ -72,11 +72,16 @@ class GlobalBatches(SampleOrder):
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
 
-    def part_padding(self) -> None:
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several documents that do not see each other; reads all starts."""
+        return any(rows.shared for rows in self._rows)
+
+    def separate_padding(self) -> None:
         """Let positions start again where padding does: else it counts in the length of the last sample."""
         for rows in self._rows:
             if isinstance(rows, SampleRows):
-                rows.padding_apart = True
+                rows.padding_separate = True
 
     def rows(self, step: int, rows: range) -> Batch:
         """Return these rows, which follow one another, of the global batch of ``step``; it reads no other.

@@ -49,6 +49,12 @@ class WindowRows:
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
 
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several documents that do not see each other."""
+        starts = self.file.documents[1:-1]
+        return self.separate and bool((starts[starts < len(self) * self.length] % self.length).any())
+
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
         begin = row * self.length
@@ -79,7 +85,7 @@ class SampleRows:
 
     separate = True
     #: Whether the padding is a document of its own, and not the end of the last sample.
-    padding_apart = False
+    padding_separate = False
 
     def __init__(self, file: TokenFile, length: int, *, packed: bool, overlong: str) -> None:
         assert file.targets is not None
@@ -109,6 +115,11 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def shared(self) -> bool:
+        """Tell whether some row holds several samples."""
+        return len(self.rows.samples) > len(self.rows)
+
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         at, starts = 0, []
         for sample in self.rows[row].tolist():
@@ -121,7 +132,7 @@ class SampleRows:
             at += places
         # The rest is padding without labels. Its positions continue the last sample, which does not see it:
         # so a row of one sample needs no mask because of its padding.
-        if self.padding_apart and at < self.length:
+        if self.padding_separate and at < self.length:
             starts += [at]
         restart(positions, np.array(starts, dtype=np.int64))
 

@@ -23,7 +23,7 @@ from ..layers import IGNORE
 from ..parallel_state import Layout, ParallelState, require
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
-from .run_data import HeldOut, check_labels, check_tokenizer, part_padding
+from .run_data import HeldOut, check_documents, check_labels, check_tokenizer, separate_padding
 from .step import Step
 from .token_loss import TokenLoss
 
@@ -119,7 +119,7 @@ def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], s
 
     def evaluate(opened: _Opened, state: ParallelState, device: str) -> str:
         model, batches = opened.load(state), opened.batches
-        part_padding(model, batches)
+        separate_padding(model, batches)
         rows = batches.global_batch
         step = Step(model, TokenLoss(model), micro_batch=question.batch)
         loss = held_out_loss(step, HeldOut(batches, rows))
@@ -146,6 +146,7 @@ def _open(question: Question, layout: Layout) -> _Opened:
     require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
+    check_documents(batches, source.family.on_meta(config), "evaluate", str(question.tokens))
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     check_labels(batches, rows, "evaluate", "--rows")
     return _Opened(**vars(weights), batches=batches.resized(rows))

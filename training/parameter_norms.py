@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..models.base.hugging_face_names import Link
 from ..parallel_state import declarations, together
-from ..parallel_state.engine import local_data
+from ..parallel_state.engine import local_data, tensors_in
 from ..runs.metrics import StepLog, StepMetrics
 from .callbacks import Callback
 
@@ -48,7 +48,9 @@ class NormLog(Callback):
         self.names = hugging_face_names(self.model, links)
         self.all = sorted(set[str]().union(*together(lambda: {*self.names.values()}, self.state)))
         if self.activations:
-            self.blocks = [_block_name(links, i) for i in range(self.model.config.num_hidden_layers)]
+            whole = trainer.plan.family.on_meta(trainer.plan.config)
+            ours = {module: name for name, module in whole.named_modules()}
+            self.blocks = [_block_name(links, ours[block]) for block in whole.layers.values()]
             for number, block in self.model.layers.items():
                 block.register_forward_hook(partial(self._count, int(number)))
         if trainer.first:
@@ -111,11 +113,12 @@ class NormLog(Callback):
         rows: list[list[float]] = sums.tolist()
         return rows
 
-    def _count(self, block: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _count(self, block: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._sums is not None:
-            norm = torch.linalg.vector_norm(output.detach(), dtype=torch.float64)
+            hidden, *_ = tensors_in(output)  # of transformers' blocks, some of which give more
+            norm = torch.linalg.vector_norm(hidden.detach(), dtype=torch.float64)
             self._sums[0, block] += norm**2
-            self._sums[1, block] += output.numel()
+            self._sums[1, block] += hidden.numel()
 
 
 def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
@@ -128,7 +131,8 @@ def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str
     return {name: hf_name_of.get(name, name) for name, _ in model.named_parameters()}
 
 
-def _block_name(links: Iterable[Link], block: int) -> str:
-    """Return what Hugging Face calls the block: the names of its tensors up to the block's number."""
-    tensor = next(link.hf for link in links if link.ours.startswith(f"layers.{block}."))
-    return tensor.partition(f".{block}.")[0] + f".{block}"
+def _block_name(links: Iterable[Link], block: str) -> str:
+    """Return what Hugging Face calls our block: the names of its tensors up to the block's number."""
+    tensor = next(link.hf for link in links if link.ours.startswith(f"{block}."))
+    number = block.rpartition(".")[2]
+    return tensor.partition(f".{number}.")[0] + f".{number}"

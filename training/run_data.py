@@ -56,11 +56,11 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
-def part_padding(model: Any, *opened: object) -> None:
-    """Part padding from samples in rows for a model whose angles depend on the length of a document."""
+def separate_padding(model: Any, *opened: object) -> None:
+    """Take padding for a document of its own, for a model whose angles depend on the length of a document."""
     for batches in opened:
         if isinstance(batches, GlobalBatches) and getattr(model, "rope_changes_at", None):
-            batches.part_padding()
+            batches.separate_padding()
 
 
 def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> None:
@@ -68,6 +68,16 @@ def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> Non
     expected, todo = "rows with a token to learn", "Take more rows, or longer ones, which cut off less"
     none = f"none in {counted(rows, 'row')} of {batches.sequence_length} tokens"
     require(batches.resized(rows).count_labels(0, range(rows)), where, key, expected, none, todo)
+
+
+def check_documents(batches: GlobalBatches | ItemBatches, model: Any, where: str, key: str) -> None:
+    """Refuse rows of several documents for a model that would let each see the others: transformers', with
+    attention of its own.
+    """
+    if isinstance(batches, GlobalBatches) and not model.can_cache and batches.shared:
+        expected = f"one document a row: {model.shown.no_context}"
+        todo = 'Set data.documents = "joined", or for chat data data.samples = "single"'
+        raise BadInput(where, key, expected=expected, found="rows of several", todo=todo)
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:

@@ -30,7 +30,7 @@ from ..system.addresses import file_in
 from .lora import plan_adapters
 from .optimizer import freeze, groups_of
 from .own_module import OwnFamily, check_held_out, own_family
-from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
+from .run_data import HeldOut, check_documents, check_tokenizer, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
 
 
@@ -191,7 +191,12 @@ def check_run(recipe: Recipe) -> RunPlan:
         check_tokenizer(batches, Path(folder), "recipe: data.tokens")
         if held_out is not None:
             check_tokenizer(held_out.batches, Path(folder), "recipe: evaluation.tokens")
-    if planned.own is not None and held_out is not None:
+    if planned.own is None:
+        model = planned.family.on_meta(planned.config)
+        check_documents(batches, model, "recipe", "data.tokens")
+        if held_out is not None:
+            check_documents(held_out.batches, model, "recipe", "evaluation.tokens")
+    elif held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()
         check_held_out(planned.own, planned.config, named, recipe.layout)

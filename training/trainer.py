@@ -29,7 +29,7 @@ from .lora import first_adapters
 from .not_finite import find_first_non_finite
 from .optimizer import set_learning_rate
 from .progress_checks import check_progress, check_ranks_alike, contents_of_run, identity_of_run
-from .run_data import part_padding
+from .run_data import separate_padding
 from .run_plan import RunPlan, agree_on_weights, check_run
 from .step_sums import StepResult
 from .update import Updated
@@ -81,7 +81,7 @@ class Trainer:
         self.step, self.update, names = build(recipe, self.plan, state)
         self.model: Any = self.step.model
         held_out = None if self.plan.held_out is None else self.plan.held_out.batches
-        part_padding(self.model, self.plan.batches, held_out)
+        separate_padding(self.model, self.plan.batches, held_out)
         self.optimizer, self.schedule = self.update.optimizer, schedule_of(recipe)[0]
         if names:
             examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

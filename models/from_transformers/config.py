@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from ...parallel_state import BadInput, from_validation
+from ...parallel_state import BadInput, from_validation, require
 from ...storage.small_files import read_toml
 from ..base.config import ModelConfig
 from ..base.keys import INERT, LARGEST_NUMBER, check_file, names
@@ -95,6 +95,9 @@ class AdoptedConfig(ModelConfig):
             of_parts = f"Models that are made of others ({parts}) are not taken"
             todo = of_parts if parts else f"Set is_decoder to true{alone}"
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model", todo=todo)
+        for key in ("layerdrop", "decoder_layerdrop"):  # ranks would wait for blocks that others leave out
+            todo = "Set it to 0; the weights stay as they are"
+            require(not getattr(text, key, 0), where, key, "0: all blocks run", getattr(text, key, 0), todo)
 
         def count(*keys: str) -> int:
             numbers = (getattr(text, key, None) for key in keys)

@@ -100,6 +100,9 @@ class AdaptedFamily(Family):
         Raises ``BadInput`` if there is none, or if a target is not a linear layer of a block.
         """
         all_sites, lora = linear_sites(self.base, config), self.lora
+        if not all_sites and lora.target_modules != ():
+            expected = f"[]: no linear layer of this {self.base.model_type} takes adapters"
+            raise BadInput("lora", "target_modules", expected=expected, found=literal(lora.target_modules))
         targeted = tuple(site for site in all_sites if lora.targets(site.name))
         if not lora.all_linear:
             _check_no_experts(self, config)
@@ -157,8 +160,12 @@ class AdaptedFamily(Family):
         ):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
-                if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
-                    raise BadInput(where, key, expected=expected, found=repr(name))
+                if not _named(name, among):
+                    left = key == "target_modules" and _named(name, all_sites)
+                    todo = (
+                        "What it names is left out by exclude_modules or layers_to_transform" if left else ""
+                    )
+                    raise BadInput(where, key, expected=expected, found=repr(name), todo=todo)
 
     def check_peft(self, config: ModelConfig) -> None:
         """Refuse adapters that ``peft`` would attach to other modules. In a model with experts, PEFT
@@ -181,6 +188,9 @@ class AdaptedFamily(Family):
         shape = self.lora.to_peft()
         if self.lora.all_linear:  # spelled out: not every reader of such files knows the word
             shape["target_modules"] = leaves(self.sites(config)).split(", ")
+        elif isinstance(self.lora.target_modules, str) and any(_experts(self, config)):
+            # Beside experts PEFT (0.21) takes of what a pattern finds the last words, in every block.
+            shape["target_modules"] = [site.name for site in self.sites(config)]
         turned = any(link.transpose for link in self.base.links(config)[0])
         return {
             "peft_type": "LORA",
@@ -192,6 +202,10 @@ class AdaptedFamily(Family):
             "init_lora_weights": True,
             **shape,
         }
+
+
+def _named(name: str, among: Sequence[Site | ExpertSite]) -> bool:
+    return any(site.name == name or site.name.endswith(f".{name}") for site in among)
 
 
 def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from functools import cache
+from itertools import product
 
 import peft
 import pytest
@@ -89,19 +90,24 @@ def test_pefts_adapter_has_the_same_modules_logits_and_gradients_here(name, tmp_
     assert {PEFT_PREFIX + site.name for site in sites} == named
 
 
+BLOCKS = [{"layers_to_transform": 1}, {"layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]}]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("raw", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
-    "blocks", [{"layers_to_transform": 1}, {"layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]}]
+    ("raw", "blocks"),
+    [*product((LLAMA, GPT2), BLOCKS), (TINY_MIXTRAL, {"target_modules": r".*\.1\..*\.[qv]_proj"})],
 )
-def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_path, raw, blocks):
-    """PEFT refuses a choice of blocks together with all-linear, so the export lists the names."""
+def test_a_choice_of_blocks_is_exported_so_that_peft_takes_the_same(tmp_path, raw, blocks):
+    """PEFT refuses a choice of blocks together with all-linear, and beside experts it would take a pattern's
+    last words in every block, so the export lists the names.
+    """
     theirs = transformers_model(raw, spread=0.3)
     theirs.save_pretrained(tmp_path / "base")
     base = read_source(tmp_path / "base")
     family = adapted(base.family, LoraConfig.model_validate({"r": 3, **blocks}))
     family.check(base.model_config, "lora")
-    wanted = blocks["layers_to_transform"]
+    wanted = blocks.get("layers_to_transform", 1)
     numbers = {site.name.split(".")[2] for site in family.sites(base.model_config)}
     assert numbers == {str(number) for number in (wanted if isinstance(wanted, list) else [wanted])}
 
@@ -229,6 +235,10 @@ test_targets_that_are_not_there_are_refused = refusals(
     Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
     Refused("dropout", checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
             "lora_dropout: expected 0 beside target_parameters"),
+    Refused("no linears", checked(GPT2 | {"implementation": "transformers"}),
+            r"\[\]: no linear layer of this"),
+    Refused("left out", checked(LLAMA, target_modules=["q_proj", "0.mlp.up_proj"], layers_to_transform=1),
+            "found '0.mlp.up_proj'. What it names is left out by"),
     Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
         return
     file = write(tmp_path_factory.mktemp("s") / "d", documents, chat=True)
     rows = SampleRows(file, length, packed=packed, overlong="refuse")
-    rows.padding_apart = apart
+    rows.padding_separate = apart
     stored = []
     for row in range(len(rows)):
         ids, labels, positions = filled(rows, row)
@@ -102,12 +102,18 @@ def test_a_sample_that_no_row_holds_is_cut_or_left_out(tmp_path):
     assert len({rows.fingerprint for rows in (cut, left_out, whole)}) == 3
 
 
-def test_the_way_rows_are_made_is_part_of_the_fingerprint(tmp_path):
+def test_the_way_rows_are_made_is_part_of_the_fingerprint_and_says_which_share_rows(tmp_path):
     chat, text = (write(tmp_path / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
     other = write(tmp_path / "other", [(ids, [0, *learnt[1:]]) for ids, learnt in numbered(9)], chat=True)
     single, separate = {"samples": "single"}, {"documents": "separate"}
     ways = [(chat, {}), (chat, single), (other, {}), (text, {}), (text, separate)]
-    assert len({GlobalBatches(file, 10, 1, 0, **how).fingerprint for file, how in ways}) == 5
+    made = [GlobalBatches(file, 10, 1, 0, **how) for file, how in ways]
+    assert len({batches.fingerprint for batches in made}) == 5
+    several = [
+        bool((batches.rows(0, range(99)).positions[:, 1:] == 0).any()) for batches in made if batches.packed
+    ]
+    assert [batches.shared for batches in made] == [True, False, True, False, True]
+    assert several == [batches.shared for batches in made if batches.packed]
 
 
 lengths_in_a_room = st.integers(1, 40).flatmap(

@@ -15,9 +15,10 @@ from support.nightly import some
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, write_tokens
+from support.token_files import write_token_file
 from support.versions import of_proved_transformers
 from torch import nn
-from trilith.checkpoints import convert, differences, load, read_source
+from trilith.checkpoints import convert, differences, fingerprint, load, read_source
 from trilith.cli.app import run
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily, family_of
@@ -46,7 +47,7 @@ from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import LoraSection
 from trilith.training.lora import plan_adapters
-from trilith.training.run_plan import plan
+from trilith.training.run_plan import check_run
 
 pytestmark = of_proved_transformers
 TABLE = proved()["types"]
@@ -299,6 +300,12 @@ def test_adapters_of_an_image_encoder_are_merged_and_not_trained(tmp_path):
     assert all(torch.allclose(merged[name].read(), tensor.read()) for name, tensor in expected.items())
 
 
+def test_the_fingerprint_of_a_base_with_scalars_is_that_of_its_parts(tmp_path):
+    saved(tmp_path / "hf", "apertus")
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2)
+    assert fingerprint(read_source(tmp_path / "hf")) == fingerprint(read_source(tmp_path / "cut"))
+
+
 # With an image encoder, with experts, with a table of integers; at night of further kinds of files.
 @pytest.mark.parametrize("kind", some(
     ["gemma3", "ernie4_5_moe", "deepseek_v4", "olmoe", "glm", "olmo_hybrid"], 0,
@@ -425,12 +432,16 @@ def declared(why, kind, changes, says, *, change=lambda call: call, **layout):
     return Refused(why, change(call), says)
 
 
+def written(folder):
+    write_token_file(folder / "tokens", [range(9)] * 9, vocab_size=9)
+
+
 def planned(why, kind, says, **changes):
     def call(folder):
         model = {"config": tiny(kind, vocab_size=512)}
-        plan(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model, **changes)))
+        check_run(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model, **changes)))
 
-    return Refused(why, call, says, given=lambda folder: write_tokens(folder / "tokens"))
+    return Refused(why, call, says, given=written)
 
 
 def shifted(self, input_dict, **named):
@@ -483,6 +494,7 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("no blocks", "arcee", {"num_hidden_layers": 0}, "num_hidden_layers"),
     declared("quantized", "arcee", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     declared("no padding", "camembert", {"pad_token_id": None}, "pad_token_id: expected a token's number"),
+    declared("blocks that are left out", "biogpt", {"layerdrop": 0.1}, "json: layerdrop: expected 0: all"),
     declared("an encoder", "bert", None, NOT_ALONE + "Set is_decoder"),
     declared("encoder and decoder", "bart", None, NOT_ALONE + ".* its decoder trains alone"),
     declared("three models", "musicgen", None, NOT_ALONE + PARTS),
@@ -518,6 +530,8 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
              r"arcee: model\.norm\.weight: expected a tensor of files that holds it", change=DROPPED),
     # Code may follow the output layer; and routers are transformers' own.
     planned("chunks", "arcee", "memory.loss_chunk: expected 0 or auto", memory={"loss_chunk": 64}),
+    planned("documents in a row", "gpt_neo", "data.tokens: expected one document a row: its attention is not",
+            data={"documents": "separate"}),
     planned("balance", "olmoe", "expected a model of the zoo: .*, found olmoe", experts={"balance": 0.1}),
     # First values that are not known.
     *(Refused(name, lambda folder, kind=kind: initialize(whole(kind), 3), f"{name}: expected an initial")

@@ -61,7 +61,7 @@ def run(raw):
 
 def watched(place, name, *, model=None):
     """Run with all measurements, in one of ``LAYOUTS``; made once."""
-    out = place / f"{name}-watched{'-gpt2' if model else ''}"
+    out = place / f"{name}-watched{'-gpt2-by-' * bool(model)}{(model or {}).get('implementation', '')}"
     raw = tiny_recipe(out, place / "tokens", steps=3, optimizer=SMOOTHED)
     raw |= {"layout": LAYOUTS[name], "watch": WATCH}
     raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
@@ -98,10 +98,11 @@ def test_watching_changes_no_bit_of_a_run_with_dropout(place, name):
     assert differences(alone, seen, but=["evaluation_loss", "evaluation_perplexity"]) == []
 
 
-def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weights(place):
-    out = watched(place, "one", model=TINY_GPT2)
-    convert(out, place / "hf", to="hf")
-    theirs = AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float64).eval()
+@pytest.mark.parametrize("by", [{}, {"implementation": "transformers"}], ids=["ours", "transformers"])
+def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weights(place, by):
+    out = watched(place, "one", model=TINY_GPT2 | by)
+    convert(out, out / "hf", to="hf")
+    theirs = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float64).eval()
     raw = json.loads((out / "events.jsonl").read_text().splitlines()[0])["recipe"]
     held_out = open_held_out(parse_recipe(raw), 131)
     assert held_out is not None and held_out.samples == 5
