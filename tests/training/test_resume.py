@@ -14,7 +14,7 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, ParallelState, PeerFailed
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.events import read_events
+from trilith.runs.events import outcome, read_events
 from trilith.runs.metrics import read_metrics
 from trilith.storage.small_files import log_line
 from trilith.testing import RankError
@@ -99,6 +99,7 @@ def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_d
         assert "steps: expected at least 2" in code.output and "step-00000002" in code.output
     first, _ = codes = run.ranks(quiet=False)
     assert codes == [0, 0] and "nothing left to do: step 2 of 2 is done" in first.output
+    assert outcome(run.out).text == "finished after step 2"
     assert contents(run.out / "checkpoints") == before
 
 
