@@ -284,12 +284,13 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys):
-    terminal = Terminal(steps=100, interval=10, stop=7)
+@pytest.mark.parametrize(("steps", "stop"), [(100, 7), (7, 9)])
+def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys, steps, stop):
+    terminal = Terminal(steps=steps, interval=10, stop=stop)
     for number in range(7):
         terminal.step(replace(step(number), skipped="spike" if number == 3 else None))
     lines = capsys.readouterr().out.splitlines()
-    assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, 4, 7]
+    assert [int(re.findall(rf"step +(\d+)/{steps}", line)[0]) for line in lines] == [1, 4, 7]
 
 
 def test_what_is_not_known_is_not_said(capsys, tmp_path):
