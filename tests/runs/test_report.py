@@ -314,8 +314,11 @@ def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path):
     path.write_text(path.read_text() + '{"step": 5, "lo')
     again = StepLog(path, start=3)
     again.write(asdict(step(3)))
-    again.close()
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]
+    path.parent.rename(tmp_path / "elsewhere")  # while the run goes on
+    again.write(asdict(step(4)))
+    again.close()
+    assert [line["step"] for line in read_metrics(path)] == [4]
 
 
 @pytest.mark.parametrize(
