@@ -8,7 +8,7 @@ wait for thousands of files or for a network.
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -194,15 +194,26 @@ class AfterCommit:
         self._retention = LatestOnly("retention", self._retain)
         self._copying = LatestOnly("mirror", self._copy)
         self._committed: int | None = None
+        #: What a resume passes over, although its manifest is good: it does not count as kept.
+        self._damaged: set[Path] = set()
 
     def resume(self) -> None:
-        """Begin to copy the newest checkpoint, in case the run was killed between its commit and its copy."""
-        for path in complete_checkpoints(self._root)[-1:]:
+        """Note which checkpoints lack something, and begin to copy the newest one, in case the run was killed
+        between its commit and its copy.
+        """
+        complete = complete_checkpoints(self._root)
+        for path in complete:
+            try:
+                Manifest.load(path)
+            except BadCheckpoint:
+                self._damaged.add(path)
+        for path in complete[-1:]:
             self._begin_copy(path)
 
     def begin(self, committed: Path) -> None:
         """Begin to copy a checkpoint, just committed, and to delete old ones, in threads."""
         self._committed = step_of(committed)
+        self._damaged.discard(committed)  # written anew
         self._begin_copy(committed)
         self._retention.begin(self._committed)
 
@@ -225,7 +236,7 @@ class AfterCommit:
 
     def _retain(self, step: int) -> None:
         try:
-            for path in delete_old(self._root, self._keep, step):
+            for path in delete_old(self._root, self._keep, step, self._damaged):
                 self._say(f"{path} stays until the next save: it is being read")
         except (OSError, BadInput, MachineFailed) as error:
             self._say(f"old checkpoints stay: {error}")
@@ -255,13 +266,13 @@ def set_aside(target: Path) -> None:
         target.rename(set_aside_name(target))
 
 
-def delete_old(root: Path, keep: int, step: int) -> list[Path]:
+def delete_old(root: Path, keep: int, step: int, damaged: Collection[Path] = ()) -> list[Path]:
     """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
 
-    One whose manifest is damaged does not count and stays, and so does one that claims to be newer. One that
-    is being read stays for now; these are returned.
+    One that is ``damaged``, or whose manifest is, does not count and stays, and so does one that claims to be
+    newer. One that is being read stays for now; these are returned.
     """
-    good = [path for path, _ in good_manifests(root) if step_of(path) <= step]
+    good = [path for path, _ in good_manifests(root) if step_of(path) <= step and path not in damaged]
     read = []
     for old in reversed(good[keep:]):
         with nobody_reads(old) as free:

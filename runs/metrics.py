@@ -101,6 +101,10 @@ class StepLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path):
+            if not self.path.exists():  # or lines would be lost with the folder, which checkpoints make anew
+                self.close()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a", encoding="utf-8")
             known = {name: figure for name, figure in line.items() if figure is not None}
             self._file.write(log_line(finite(known)) + "\n")
             self._file.flush()

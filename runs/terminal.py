@@ -39,7 +39,7 @@ class Terminal:
     """
 
     def __init__(self, *, steps: int, interval: int, stop: int | None = None, quiet: bool = False) -> None:
-        self.steps, self.interval, self._stop = steps, interval, stop or steps
+        self.steps, self.interval, self._stop = steps, interval, min(stop or steps, steps)
         self._console = plain_console(quiet=quiet, soft_wrap=True)
         self._began, self._first = time.monotonic(), -1
 

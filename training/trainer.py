@@ -106,6 +106,7 @@ class Trainer:
         for name in Switches.names:
             self.switches.off(name)  # meant for an earlier start
         start = self._start()
+        self.at("start", start)
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         with (
             manual_gc() as collect_garbage,

@@ -62,7 +62,9 @@ class LossScale:
         return {"value": self.value, "good": self.good}
 
     def restore(self, memory: dict[str, Any]) -> None:
-        self.value, self.good = float(memory["value"]), int(memory["good"])
+        """Restore what ``remember`` returned, within bounds that may have changed since."""
+        value, self.good = float(memory["value"]), int(memory["good"])
+        self.value = min(max(value, self.section.minimum), self.section.maximum)
 
 
 class Spikes:

@@ -284,12 +284,13 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys):
-    terminal = Terminal(steps=100, interval=10, stop=7)
+@pytest.mark.parametrize(("steps", "stop"), [(100, 7), (7, 9)])
+def test_a_skipped_step_and_the_last_of_a_run_that_stops_early_have_a_line(capsys, steps, stop):
+    terminal = Terminal(steps=steps, interval=10, stop=stop)
     for number in range(7):
         terminal.step(replace(step(number), skipped="spike" if number == 3 else None))
     lines = capsys.readouterr().out.splitlines()
-    assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, 4, 7]
+    assert [int(re.findall(rf"step +(\d+)/{steps}", line)[0]) for line in lines] == [1, 4, 7]
 
 
 def test_what_is_not_known_is_not_said(capsys, tmp_path):
@@ -313,8 +314,11 @@ def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path):
     path.write_text(path.read_text() + '{"step": 5, "lo')
     again = StepLog(path, start=3)
     again.write(asdict(step(3)))
-    again.close()
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]
+    path.parent.rename(tmp_path / "elsewhere")  # while the run goes on
+    again.write(asdict(step(4)))
+    again.close()
+    assert [line["step"] for line in read_metrics(path)] == [4]
 
 
 @pytest.mark.parametrize(

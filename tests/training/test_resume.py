@@ -14,7 +14,7 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, ParallelState, PeerFailed
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.events import read_events
+from trilith.runs.events import outcome, read_events
 from trilith.runs.metrics import read_metrics
 from trilith.storage.small_files import log_line
 from trilith.testing import RankError
@@ -87,6 +87,8 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(tmp_p
     assert left == ["step-00000004", "step-00000005", "step-00000006"]
     with pytest.warns(UserWarning, match="passed over: .*; using step-00000004"):
         assert read_source(out).path.name == "step-00000004"
+    train(tiny_recipe(out, tokens, checkpoint={"keep": 2}, steps=7))
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [*left, "step-00000007"]
 
 
 def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_done_says_so(make):
@@ -99,6 +101,7 @@ def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_d
         assert "steps: expected at least 2" in code.output and "step-00000002" in code.output
     first, _ = codes = run.ranks(quiet=False)
     assert codes == [0, 0] and "nothing left to do: step 2 of 2 is done" in first.output
+    assert outcome(run.out).text == "finished after step 2"
     assert contents(run.out / "checkpoints") == before
 
 

@@ -174,6 +174,9 @@ def test_the_scale_halves_grows_and_stays_between_its_bounds():
         seen.append(scale.value)
     assert seen == [4, 8, 8, 8, 8, 4, 4, 2, 2, 4]
     assert scale.overflowed() and scale.value == 2 and not scale.overflowed() and scale.value == 2
+    for saved, restored in ((2.0, 2), (0.5, 2), (64.0, 8)):  # a resumed run may have other bounds
+        scale.restore({"value": saved, "good": 0})
+        assert scale.value == restored
 
 
 def test_a_spike_is_so_many_deviations_above_the_mean_of_the_window():
