@@ -56,6 +56,11 @@ class Request:
         """Return the bytes of a device that no tensor has."""
         return runtime_of(self.recipe.device)
 
+    @property
+    def offloads(self) -> tuple[bool, ...]:
+        """Return whether the host may hold weights, gradients and moments: not for a CPU, which is the host."""
+        return (False,) if self.recipe.device == "cpu" else (False, True)
+
     @cached_property
     def parameters(self) -> Parameters:
         """Count the parameters of the whole model."""
