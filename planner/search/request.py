@@ -58,7 +58,7 @@ class Request:
 
     @property
     def offloads(self) -> tuple[bool, ...]:
-        """Return whether the host may hold weights, gradients and moments: not for a CPU, which is the host."""
+        """Return whether a host may hold weights, gradients and moments: not a CPU's, which is the device."""
         return (False,) if self.recipe.device == "cpu" else (False, True)
 
     @cached_property
