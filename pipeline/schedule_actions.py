@@ -84,7 +84,7 @@ def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool =
     each, order = count // max(1, count // ranks), list[Action]()
 
     def in_order(kind: Kind, turns: range) -> list[Action]:
-        rounds = (range(start, start + each) for start in range(0, count, each))
+        rounds = (range(count)[start : start + each] for start in range(0, count, each))
         return [Action(kind, turn * ranks + rank, each) for part in rounds for turn in turns for each in part]
 
     forwards, up = in_order("F", range(own)), range(own - 1, -1, -1)

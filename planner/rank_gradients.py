@@ -56,13 +56,15 @@ class RankGradients:
         chunks = 0 < work.loss_chunk < work.batch.count
         self.of_head = max(work.loss_sums, work.compute) if chunks else work.compute
         copies, shards, _ = layout.data_sizes()
-        #: The bytes of a shard for each number of a group: of experts apart, or of others.
-        each = 0.0 if work.offload else float(work.master)
+        #: The bytes of a shard for each number of a group: of experts apart, or of others. A sum in another
+        #: dtype than the weights' is cast.
+        cast = work.reduce * (work.reduce != work.master) * (shards > 1)
+        each = 0.0 if work.offload else float(work.master + cast)
         self.shard = {experts: each / layout.data_sizes(experts)[1] for experts in (False, True)}
         #: Whether a buffer becomes the sum, or another one does. Where that is a copy, as of one shard, there
         #: is a third one between these, and torch lets go of the last gradient with the others.
-        self.in_place = shards == 1 and (not layout.zero or copies == 1)
-        self.in_three = shards == 1 and not self.in_place
+        whole = shards == 1 and (not layout.zero or copies == 1)
+        self.in_place, self.in_three = whole and work.reduce == work.master, shards == 1 and not whole
         #: Whether a buffer stays that is not the gradient: with offload this is on the host.
         self.leaves_buffer = work.offload or not self.in_place
         #: What the blocks of each stage have.
@@ -132,7 +134,7 @@ class RankGradients:
         if self.in_three:
             shard += buffer
         if self.in_last:
-            return buffer + max(shard - elements * self.sum, 0)
+            return buffer + max(shard - (elements - last * (not self.in_three)) * self.sum, 0)
         return buffer + max(elements * self.made, shard + last * self.made * (not self.in_three)) + further
 
     def summed_root(self) -> float:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
+from .end_of_step import note_end
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .second_part import walk_second_part
@@ -77,6 +78,7 @@ class RankWalk:
         self.peaks = peaks
         for stage in dict.fromkeys(self.stages):
             self._first_forward(stage)
+        note_end(self)
 
     def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
         """Return the peaks of an action beside what the rank holds as it begins; many have equal ones."""

@@ -161,8 +161,10 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _on_host(func: Any, call: _Call) -> Any:
-    """Call an operator of the host; what it would write to a large tensor is left out."""
-    if all(tensor.numel() < LARGE for tensor in call.host) or func.is_view:
+    """Call an operator of the host; what it would write to a large tensor is left out. A collective, whose
+    other ranks are imagined, writes nothing.
+    """
+    if func.is_view or func.namespace == "c10d" or all(tensor.numel() < LARGE for tensor in call.host):
         return func(*call.args, **call.kwargs)
     if any(map(is_dtensor, call.given)):
         return NotImplemented  # so that it is called with what this rank stores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import isqrt
@@ -121,6 +122,10 @@ def from_os_error(
     return kind(where, expected=expected, found=refusal.reason, todo=refusal.todo)
 
 
+#: A part of a place that is no key: of pydantic's, for a validator or one of several types.
+_INSIDE = re.compile(r"(function|constrained)-.*|(bool|dict|float|int|list|literal|str|tuple)(\[.*)?")
+
+
 def from_validation(
     where: object,
     error: ValidationError,
@@ -135,8 +140,7 @@ def from_validation(
     """
 
     def key_of(details: ErrorDetails) -> str:
-        place = [str(part) for part in details["loc"] if not str(part).startswith("function-")]  # a validator
-        return spelled(".".join(place))
+        return spelled(".".join(part for part in map(str, details["loc"]) if not _INSIDE.fullmatch(part)))
 
     first, *others = error.errors(include_url=False)
     key = key_of(first) or None

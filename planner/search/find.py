@@ -5,7 +5,7 @@ search finds what timing every layout would find. What is opened is among the fa
 counted reasons are those of layouts that could have been faster. Several processes may open groups; the
 results are taken in the order of the bounds, as one process would open them.
 
-Offload (weights on the host) is tried only if no layout fits without it.
+Offload (weights on the host of a GPU) is tried only if no layout fits without it.
 """
 
 from collections.abc import Callable, Iterable
@@ -86,7 +86,7 @@ def find_layouts(
     ``BadInput`` if no layout is legal or none fits; the message says what to change, with figures.
     """
     outcome = Found(request)
-    for offload in (False, True):
+    for offload in request.offloads:
         if _search(outcome, shown, processes, progress, offload=offload):
             return outcome
     raise none_fits(request, outcome.tally)

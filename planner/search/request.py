@@ -56,6 +56,11 @@ class Request:
         """Return the bytes of a device that no tensor has."""
         return runtime_of(self.recipe.device)
 
+    @property
+    def offloads(self) -> tuple[bool, ...]:
+        """Return whether a host may hold weights, gradients and moments: not a CPU's, which is the device."""
+        return (False,) if self.recipe.device == "cpu" else (False, True)
+
     @cached_property
     def parameters(self) -> Parameters:
         """Count the parameters of the whole model."""

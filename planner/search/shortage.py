@@ -29,7 +29,7 @@ def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> t
 
 def none_legal(request: Request, tally: Tally) -> BadInput:
     """Return the error for a number of GPUs over which no layout is legal."""
-    most = next(iter(tally), None)
+    most = next((reason for reason in tally if reason.kind == "not legal"), None)
     return BadInput(
         f"plan {request.name}",
         "--gpus",
@@ -46,7 +46,8 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     reasons = [reason for reason in tally if reason.kind == "memory"]
     nearest = min(reasons, key=lambda reason: reason.excess, default=None)
     ways, memory = _numbers_of_gpus(request), request.machine.memory
-    larger = [machine for machine in MACHINES.values() if machine.memory > memory]
+    gpus = () if request.recipe.device == "cpu" else MACHINES.values()
+    larger = [machine for machine in gpus if machine.memory > memory]
     if larger and (least := _least(request)) is not None:
         enough = [machine for machine in larger if least <= request.room / memory * machine.memory]
         for machine in sorted(enough, key=lambda machine: machine.memory)[:1]:
@@ -55,7 +56,7 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     return BadInput(
         f"plan {request.name}",
         "memory",
-        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {memory / 1e9:.0f} GB",
+        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {memory / 1e9:.3g} GB",
         found="more with every layout" if nearest is None else nearest.example,
         todo=fits if ways else "Take a shorter --sequence-length, or --lora",
     )
@@ -64,7 +65,7 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
 def _numbers_of_gpus(request: Request) -> list[str]:
     """Return the first double of the GPUs that is enough, and the first one with offload if it is smaller."""
     ways: list[str] = []
-    offloads: tuple[bool, ...] = (False, True)
+    offloads = request.offloads
     for number in (request.gpus << doubling for doubling in range(1, _DOUBLINGS + 1)):
         for offload in offloads:
             least = _least(replace(request, gpus=number), offload=offload)

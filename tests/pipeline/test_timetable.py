@@ -68,11 +68,15 @@ def test_the_order_is_torch_s(name, pipeline):
 
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 20), (8, 16)]
-MORE_STAGES = [("interleaved", 3), ("interleaved-zero-bubble", 4)]
+#: Of any number of micro-batches, as one stage a rank takes them.
+UNEVEN = [("gpipe", None, 3, 7), ("1f1b", None, 3, 7), ("1f1b", None, 5, 32)]
+KINDS = [*((name, None) for name in SCHEDULE_NAMES), ("interleaved", 3), ("interleaved-zero-bubble", 4)]
 
 
-@pytest.mark.parametrize(("name", "virtual"), [*((name, None) for name in SCHEDULE_NAMES), *MORE_STAGES])
-@pytest.mark.parametrize(("pipeline", "micro_batches"), SIZES)
+@pytest.mark.parametrize(
+    ("name", "virtual", "pipeline", "micro_batches"),
+    [*((*kind, *sizes) for kind in KINDS for sizes in SIZES), *UNEVEN],
+)
 def test_the_bubble_is_the_formula_s(name, virtual, pipeline, micro_batches):
     layout = layout_of(name, pipeline, virtual)
     table = timetable(name, layout, micro_batches)

@@ -58,6 +58,10 @@ def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
         else:
             with pytest.raises(BadInput, match="75% of the device's"):
                 planned.check("recipe")
+    if device == "a CPU":  # whose host is no other memory
+        small = read_request("smollm2-135m", replace(machine, memory=1.4e9), 2, **sizes)
+        with pytest.raises(BadInput, match=r"What would fit: --gpus \d+ \([\d.]+ GB\)$"):
+            find_layouts(small)
 
 
 def test_every_layout_is_accounted_for(result):

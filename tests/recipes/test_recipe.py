@@ -137,7 +137,10 @@ test_a_bad_recipe_is_refused = refusals(
     refused("half a rule", "optimizer.scale_lr=sqrt", "scale_lr and reference_batch together"),
     refused("loss scale", "loss_scale.initial=1000", "expected a power of two, found 1000"),
     refused("loss scale below its range", "loss_scale.initial=0.5", "between minimum=1 and"),
-    refused("clip", "optimizer.clip=-1", r"optimizer\.clip"),
+    *(
+        refused(f"{key} of several types", f"{key}={number}", f"toml: {key}: expected")
+        for key, number in (("optimizer.clip", -1), ("memory.loss_chunk", -1), ("lora.target_modules", 3))
+    ),
     refused("no value", "nonsense", "expected key=value"),
     refused("no section", "steps.more=1", "expected a section"),
     refused("E9", f"layout.tensor=4 layout.sequence=true {ROW_OF_30}", rf"{ROW}: .* multiple of tensor=4"),

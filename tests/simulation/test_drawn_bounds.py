@@ -88,13 +88,35 @@ def recipe_of(size, layout, rows, micro_batch, length, memory):
 
 def over_peak(worker, number):
     """Return by how much the plan is above the peak, as a part of this."""
-    recipe, dry = draw(number)
+    return over_peak_of(worker, *draw(number))
+
+
+def over_peak_of(worker, recipe, dry):
     return dry.rank.memory.total / worker.simulate(recipe, dry.rank.rank).peak - 1
 
 
 @pytest.mark.parametrize("number", QUICK)
 def test_the_plan_is_the_peak_of_a_drawn_step(worker, number):
     assert abs(over_peak(worker, number)) <= EXACT
+
+
+SHARED = {"pipeline": 2, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduce", "offload"),
+    [
+        ({"pipeline": 2}, "float32", False),
+        ({"pipeline": 2}, "float32", True),
+        (SHARED | {"zero": 1}, "float32", False),
+        (SHARED | {"zero": 2}, "bfloat16", False),
+    ],
+)
+def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, reduce, offload):
+    raw = recipe_of("smollm2-135m", layout, 4, 1, 64, {"offload": offload}) | {"reduce": reduce}
+    raw["model"]["config"] = {"num_hidden_layers": 4}
+    recipe = parse_recipe(raw)
+    assert abs(over_peak_of(worker, recipe, dry_run(recipe))) <= EXACT
 
 
 @pytest.mark.slow  # ten minutes
