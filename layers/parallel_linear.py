@@ -155,7 +155,9 @@ class ParallelLinear(DeclaredModule):
 
     def extra_repr(self) -> str:
         here = ", ".join(f"({len(part.here())}, {self._width})" for part in self.parts.values())
-        return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
+        bias = all(part.bias is not None for part in self.parts.values())
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={bias}, here={here}"
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -128,7 +128,7 @@ class DrivenStage(pipelining.PipelineStage):
                 if isinstance(x, Tensor):
                     x.grad = None  # what is sent has it
 
-    # Two private methods of torch; the first is called before torch 2.13 only.
+    # Two private methods of torch, which are called before torch 2.13 only.
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Compare outputs with the stated shapes, but for the last stage's, which nobody receives."""

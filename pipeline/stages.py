@@ -66,6 +66,7 @@ class Stages:
         )  # fmt: skip
         self.has_last = state.layout.stages - 1 in self.parts
         self.takes = keyword_test(model)
+        self._parameters = [*inspect.signature(model.forward).parameters]
         #: What each stage of the whole model sends, in order, for micro-batches of the present shape.
         self.outputs: list[StageOutput] = []
         self._assumed = False
@@ -190,11 +191,14 @@ class Stages:
         if self._seed is not None:
             torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
             self._runs[number] += 1
-        keywords: dict[str, Any] = {name: sample for name, sample in samples.items() if self.takes(name)}
-        if (part := self.parts[number]) is not None:
-            keywords["stage"] = part
         if not number and self.first_input is not None:
             received = (samples[self.first_input],)
+        filled = self._parameters[: len(received)]  # a sample of such a name is not given as well
+        keywords: dict[str, Any] = {
+            name: sample for name, sample in samples.items() if self.takes(name) and name not in filled
+        }
+        if (part := self.parts[number]) is not None:
+            keywords["stage"] = part
         return self.model(*received, **keywords, **self._of_stage(number))
 
 

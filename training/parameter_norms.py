@@ -73,9 +73,8 @@ class NormLog(Callback):
         weights = self._norms(dict(self.model.named_parameters()))  # frozen ones too
         measured, self._measured = self._measured | {"weights": weights}, {}
         if self._sums is not None:
-            sums, self._sums, state = self._sums, None, self.state
-            if state.tensor.size > 1 and not state.sequence and state.at.tensor:
-                sums.zero_()  # its neighbours on the tensor axis hold the same
+            sums, self._sums = self._sums, None
+            # Tensor ranks that hold the same count it alike: the means stay.
             pairs = zip(self.blocks, *self._summed(sums), strict=True)
             measured["activations"] = {
                 name: math.sqrt(square / max(count, 1)) for name, square, count in pairs

@@ -44,7 +44,7 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
     paths = {module: path for path, module in model.named_modules()}
     places = {number: f"{paths[block]}." for number, block in model.numbered_blocks().items()}
     first = min(index for index, name in enumerate(lines) if name.startswith(places[0]))
-    ends = {name for name in [*lines][first:] if not name.startswith(("mtp.", *places.values()))}
+    ends = {name for name in [*lines][first:] if not name.startswith((*places.values(),))}
     yield from (line for name, line in [*lines.items()][:first] if name not in ends)
     for own in numbers.values():
         yield ""
@@ -52,10 +52,6 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
         yield from (f"    {line}" for line in picture(model.layers[str(own[0])]))
         yield from (line for name, line in lines.items() if name.startswith(places[own[0]]))
         yield from _sent(family, config, own[0])
-    for number in config.mtp_numbers if config.mtp_blocks else ():
-        yield ""
-        yield f"block {number}: predicts further tokens"
-        yield from (line for name, line in lines.items() if name.startswith(f"mtp.{number}."))
     yield ""
     yield from (line for name, line in lines.items() if name in ends)
     yield from _around(model)

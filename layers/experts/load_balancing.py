@@ -67,8 +67,6 @@ class Balancing:
         for a skipped step: the biases then stay. ``sums``: what ``summed`` returned, where it was read back
         to the host with other numbers; without it the host waits for the device here.
         """
-        if not self._experts:
-            return None
         flat = self.summed().cpu() if sums is None else sums
         sizes = [size + 3 for size in self._experts.values()]
         by_name = dict(zip(self._experts, flat.split(sizes), strict=True))

@@ -102,10 +102,7 @@ def default_store() -> dist.Store:
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
     """Return the group that a collective operator is given, as an object or by name."""
     for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(arg)
-            except RuntimeError:
-                continue  # a reduction, also an object of torch's
+        if isinstance(arg, torch.ScriptObject):  # it comes before a reduction, also an object of torch's
+            return dist.ProcessGroup.unbox(arg)
     name: Any = [arg for arg in args if isinstance(arg, str)][-1]
     return dist.distributed_c10d._resolve_process_group(name)

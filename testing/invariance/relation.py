@@ -105,8 +105,6 @@ def _mistake(whole: Tensor, parts: Sequence[Tensor], summed: Tensor | None, same
     count = len(parts)
     if summed is not None and all(same(count * whole, part) for part in parts):
         return f"{count} times too large: it was summed over {counted(count, 'rank')} that each had all of it"
-    if summed is not None and all(same(whole, count * part) for part in parts):
-        return f"{count} times too small"
     if whole.ndim > 1 and _one_vector_more(whole, parts[0], same):
         return "one vector too much at every place, as of a bias that every rank adds before the sum"
     if whole.ndim > 1 and summed is not None and _one_vector_more(whole, summed, same):

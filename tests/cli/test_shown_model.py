@@ -1,5 +1,6 @@
 """``trilith models NAME --show`` names every parameter of each kind of block, what it computes and sends."""
 
+import json
 import re
 
 import pytest
@@ -55,6 +56,8 @@ def test_a_family_is_shown_by_its_first_published_size(capsys):
     assert f"{config.vocab_size} x {config.hidden_size}" in out
     assert "blocks 0, 2, 4" in out and "after_mlp(mlp(mlp_norm(x)))" in out
     assert "the output layer is the embedding\nlogits bounded by 30\n" in out
+    assert run(["models", "gpt2-xl", "--show"]) == 0
+    assert "\ntensor = 2 cannot cut it: layout: tensor: expected a divisor of" in capsys.readouterr().out
 
 
 @of_proved_transformers
@@ -73,6 +76,9 @@ def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys,
     out = capsys.readouterr().out
     assert "\nproved axes    tensor, " in out and "\ncontext        refused: AXK2Indexer mixes tokens" in out
     assert "\nexpert         refused: the experts of adopted models" in out
+    assert run(["models", "axk2", "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["axes"][0] == "tensor" and as_json["refused"].keys() >= {"context", "expert"}
     assert run(["models", "bart", "--show"]) == 0  # of whose two parts the decoder trains
     assert "model.decoder.layers.0.fc1.weight" in capsys.readouterr().out
     assert run(["models", "arcee", "--show"]) == 0

@@ -178,6 +178,12 @@ SCALINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
     "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
     "llama3": LLAMA3,
     "llama3.1-405b": {**LLAMA3, "original_max_position_embeddings": 8192},
     "llama3.2-1b": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
@@ -204,6 +210,13 @@ def test_the_rotation_is_transformers_bit_for_bit(scaling, head_dim, theta, dtyp
     assert rope(q).dtype == dtype and torch.equal(rope(q), wanted)
     # One sequence's positions serve the whole batch.
     assert torch.equal(ours(positions[0], dtype)(q)[0], wanted[0])
+
+
+def test_rows_without_lengths_are_documents_of_their_own():
+    dynamic = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 64}
+    ours, positions = RotaryEmbedding(16, 1e4, dynamic), torch.tensor([[98, 99], [40, 41]])
+    lengths = torch.tensor([[100, 100], [42, 42]])
+    assert torch.equal(ours(positions, torch.float32).cos, ours(positions, torch.float32, lengths).cos)
 
 
 def test_fp64_stays_fp64():

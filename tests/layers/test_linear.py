@@ -1,20 +1,30 @@
 """Linears of one rank: outputs, sizes, the bias, and a backward in which gradients travel during products."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import (
+    ClampedExperts,
     ColumnParallelLinear,
+    Dropout,
     Experts,
+    HeadsRMSNorm,
+    LayerNorm,
+    PositionEmbedding,
+    RotaryEmbedding,
     RowParallelLinear,
+    TopKRouter,
+    VocabParallelEmbedding,
     VocabParallelHead,
     attach_expert_lora,
     attach_lora,
     gather_sequence,
     scatter_sequence,
 )
-from trilith.parallel_state import Layout, ParallelState
+from trilith.parallel_state import Layout, Normal, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.testing import Operators, run_parallel
 
@@ -27,14 +37,35 @@ def test_named_outputs_are_separate_linears_of_one_input():
     assert list(layer.state_dict()) == ["q.weight", "q.bias", "k.weight", "k.bias"]
 
 
-def test_the_repr_shows_whole_and_local_sizes():
-    state = ParallelState.stand_in(Layout.of(tensor=4), 1)
-    column = ColumnParallelLinear(8, {"q": 16, "k": 8}, unit=4, shared=("k",), state=state)
-    assert repr(column).splitlines()[1].strip() == (
-        "in_features=8, out_features={'q': 16, 'k': 8}, here=(4, 8), (4, 8)"
-    )
-    assert "in_features=16, out_features=8, here=(8, 4)" in repr(RowParallelLinear(16, 8, state=state))
-    assert "in_features=8, out_features=16, here=(4, 8)" in repr(ColumnParallelLinear(8, 16, state=state))
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (partial(RowParallelLinear, 16, 8), "in_features=16, out_features=8, bias=True, here=(8, 4)"),
+        (
+            partial(ColumnParallelLinear, 8, 16, False),
+            "in_features=8, out_features=16, bias=False, here=(4, 8)",
+        ),
+        (
+            partial(ColumnParallelLinear, 8, {"q": 16, "k": 8}, unit=4, shared=("k",)),
+            "in_features=8, out_features={'q': 16, 'k': 8}, bias=True, here=(4, 8), (4, 8)",
+        ),
+        (partial(VocabParallelHead, 8, 503), "503, 8, padded=512, here=(128, 8)"),
+        (partial(VocabParallelEmbedding, 503, 8), "503, 8, padded=512, here=(128, 8)"),
+        (partial(PositionEmbedding, 64, 8), "64, 8"),
+        (partial(Dropout, 0.1), "p=0.1"),
+        (partial(LayerNorm, 8), "8, eps=1e-05"),
+        (partial(HeadsRMSNorm, 8, 4), "8 x 4, eps=1e-06"),
+        (partial(TopKRouter, 8, 4, 2), "4 experts, top_k=2, score=softmax"),
+        (partial(Experts, 4, 8, 16), "here=(4, 4, 8)"),
+        (partial(ClampedExperts, 4, 8, 16, initial=Normal(1.0)), "here=(4, 8, 8), alpha=1.702, limit=7.0"),
+        (lambda state: RotaryEmbedding(8, 1e4), "8, theta=10000.0, scaling=None"),
+        (lambda state: state, "tensor 4; rank 1 of 4"),
+    ],
+)
+def test_the_repr_shows_whole_and_local_sizes(make, arguments):
+    layer = make(state=ParallelState.stand_in(Layout.of(tensor=4), 1))
+    shown = "".join(line.strip() for line in repr(layer).splitlines())
+    assert shown.startswith(f"{type(layer).__name__}({arguments}")
 
 
 LAYOUTS = [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)]

@@ -29,6 +29,7 @@ from trilith.layers import (
 from trilith.parallel_state import Layout, ParallelState
 
 TWO, FOUR = (ParallelState.stand_in(Layout(tensor=size)) for size in (2, 4))
+SEQUENCE = ParallelState.stand_in(Layout.of(tensor=2, sequence=True))
 CONTEXT = ParallelState.stand_in(Layout.of(context=2))
 SIX_EXPERTS = ParallelState.stand_in(Layout.of(data=6, expert=6))
 NO_STATE = r"expected no state, found a ParallelState. The state is a keyword"
@@ -116,6 +117,10 @@ CALLS = {
     "E9 a sequence that the ranks do not divide": (
         lambda: scatter_sequence(torch.ones(1, 3, 4), TWO),
         "a length that tensor=2 divides, found 3",
+    ),
+    "a token by itself for ranks that cut a sequence": (
+        lambda: ColumnParallelLinear(4, 4, state=SEQUENCE)(torch.ones(2, 4)),
+        r"^sequence parallelism: input: expected \(batch, sequence, features\), found shape \[2, 4\]",
     ),
     "E7 a sequence without equal chunks": (
         lambda: cut_sequence(torch.zeros(1, 6), CONTEXT),

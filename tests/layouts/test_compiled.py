@@ -149,7 +149,7 @@ def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(tmp_path, m
     keep_compiled_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_compiled_code()
+    compile_blocks([])
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "trilith" / "inductor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     keep_compiled_code()

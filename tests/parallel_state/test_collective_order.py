@@ -55,6 +55,11 @@ def extra(group, odd):
     dist.all_reduce(X.clone())
 
 
+def order_and_failure(group, odd):
+    order(group, odd)
+    raise RuntimeError("asked to fail")
+
+
 def seeded(wrong, every, timeout):
     """Three good collectives, then those of ``wrong``, which rank 1 does otherwise."""
     state = ParallelState.start(Layout.of(tensor=2))
@@ -106,8 +111,9 @@ def test_what_differs_is_named_on_both_ranks_K18(wrong, ours, theirs):
     assert re.match(pattern + rf"rank 1 calls {re.escape(theirs)} at {places[1]}", first), first
 
 
-def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18():
-    assert all("collective 4 of ranks [0, 1] differs" in one for one in said(order, every=5))
+@pytest.mark.parametrize(("wrong", "every"), [(order, 5), (order_and_failure, 9)])
+def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18(wrong, every):
+    assert all("collective 4 of ranks [0, 1] differs" in one for one in said(wrong, every))
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines_K18():

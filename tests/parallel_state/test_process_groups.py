@@ -25,7 +25,13 @@ from trilith.parallel_state import (
     init_process_group,
     own_device,
 )
-from trilith.parallel_state.process_groups import TIMEOUT, agree, check_backends, identity
+from trilith.parallel_state.process_groups import (
+    TIMEOUT,
+    agree,
+    check_backends,
+    identity,
+    start_process_group,
+)
 from trilith.testing import RankError, run_fresh, run_parallel
 
 CUDA = torch.device("cuda", 1)
@@ -76,6 +82,10 @@ def beyond(folder):
         ParallelState.start(Layout(), device="cuda")
 
 
+def starts(device):
+    return lambda _: start_process_group(torch.device(device), TIMEOUT)
+
+
 def carried(backends, device):
     def start(folder):
         with mock.patch.object(dist, "get_backend_config", lambda: backends):
@@ -86,6 +96,8 @@ def carried(backends, device):
 
 test_what_no_rank_can_use_is_refused = refusals(
     Refused("more ranks than devices", beyond, "device: expected one of the 2 devices .* found cuda:2"),
+    Refused("a device of no ranks", starts("meta"), "device: expected cpu or cuda, found meta"),
+    Refused("no launcher", starts("cpu"), "^environment: RANK: expected torchrun's variables.* Start with"),
     Refused("no such device", lambda _: own_device("cuda:9"), "found cuda:9"),
     Refused(
         "NCCL alone",

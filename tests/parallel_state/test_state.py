@@ -247,6 +247,7 @@ REFUSED = {
     "E11-replicas": (lambda: Layout.of(data=3, zero=1, data_replicate=2), "data_replicate: expected .*3"),
     "E11-no-replica": (lambda: Layout.of(data=2, zero=1, data_replicate=0), "data_replicate: expected .*2"),
     "E11-expert": (lambda: Layout(context=2, expert=3), "expert: expected .*= 2"),
+    "E11-virtual": (lambda: Layout(virtual_stages=2), "virtual_stages: expected 1 with pipeline=1, found 2"),
     "E10-rank": (lambda: Layout.of(tensor=2).coordinates(2), "rank: expected .*0 to 1"),
     **{
         f"E10-{why}": (

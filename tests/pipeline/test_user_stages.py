@@ -19,7 +19,7 @@ from trilith.layers import (
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state import BadInput, Layout, ParallelState, PeerFailed, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_weight_gradients
 from trilith.pipeline import Stages
 from trilith.pipeline.driver import DrivenStage, Pipeline
@@ -133,23 +133,32 @@ def steps_of_shapes(lengths, samples):
 
 
 class Exhausted(Net):
+    """Run out of memory in a step, or in the ``trial`` run before it on the last rank."""
+
+    def __init__(self, trial, *, state):
+        super().__init__(state=state)
+        self.trial = trial
+
     def forward(self, x=None, memory=None, *, tokens, stage=None):
-        if torch.is_grad_enabled():  # not in the trial run
+        if torch.is_grad_enabled() or (self.trial and self.stage.last):
             raise torch.OutOfMemoryError("of this stage")
         return super().forward(x, memory, tokens=tokens, stage=stage)
 
 
-def step_of_the_exhausted():
+def step_of_the_exhausted(trial):
     state = ParallelState.start(Layout(pipeline=2))
-    model = Exhausted(state=state)
+    model = Exhausted(trial, state=state)
     initialize(model, 0, state=state)
     Step(model, loss, micro_batch=2, schedule="gpipe", state=state)(BATCH)
 
 
 def test_what_a_stage_raises_in_a_step_is_told_as_it_is():
-    with pytest.raises(RankError) as error:
-        run_parallel(step_of_the_exhausted, 2, timeout=60)
-    assert isinstance(error.value.cause, torch.OutOfMemoryError)
+    for trial in (False, True):
+        with pytest.raises(RankError) as error:
+            run_parallel(step_of_the_exhausted, 2, trial, timeout=60)
+        assert isinstance(error.value.cause, torch.OutOfMemoryError)
+    (other,) = (failure.cause for failure in error.value.failures if isinstance(failure.cause, PeerFailed))
+    assert str(other) == "stage 1 failed in its trial run: OutOfMemoryError: of this stage"
 
 
 def left_by_first_parts():

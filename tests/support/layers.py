@@ -356,9 +356,9 @@ SPLIT = [(2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 6, 3), (4, 4, 1), (4, 8, 2), (4, 1
 ATTENTION = (
     *(_heads_row(*numbers) for numbers in SPLIT),
     Row(
-        "gated attention over a window, with sinks and norms of each head's own",
+        "gated attention over a window, with sinks and a norm over heads, one of which is on both ranks",
         lambda s: _attention(
-            s, 4, 2, qk_norm=lambda n: HeadsRMSNorm(n, 4, state=s), gated=True, sinks=True, window=3
+            s, 6, 3, qk_norm=lambda n: HeadsRMSNorm(n, 4, state=s), gated=True, sinks=True, window=3
         ),
         (*TWO, *CONTEXT),
         tolerance=1e-12,

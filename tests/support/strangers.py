@@ -61,9 +61,10 @@ class Stub(nn.Module):
         here = [getattr(self, name) for name, is_here in ends if is_here]
         return [*here, *(self.nets[str(number)] for number in stage.blocks)]
 
-    def forward(self, x: Any, *, stage: Stage | None = None) -> Tensor:
+    def forward(self, tokens: Any, *, stage: Stage | None = None, **others: Tensor) -> Tensor:
+        """Take the first input under its own name, or what the stage before gave; the others go unused."""
         stage = stage or self.stage
-        x = self.into(x) if stage.first else x
+        x = self.into(tokens) if stage.first else tokens
         for number in stage.blocks:
             x = x + self.nets[str(number)](x)
         return cast(Tensor, self.out_of(x) if stage.last else x)

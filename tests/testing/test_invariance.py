@@ -30,7 +30,7 @@ from trilith.parallel_state import (
     declare_parameter,
     local,
 )
-from trilith.testing import LayoutVariance, assert_layout_invariant
+from trilith.testing import LayoutVariance, RankError, assert_layout_invariant
 from trilith.testing.invariance.relation import place
 from trilith.training import FunctionLoss
 
@@ -166,6 +166,7 @@ def test_what_is_right_is_right_in_every_layout():
     assert_layout_invariant(Net, BATCH, layouts=[TENSOR], checkpoint=False)  # weighed at random
     assert_layout_invariant(Scaled, BATCH, layouts=[TENSOR], steps=1, checkpoint=False)
     assert_layout_invariant(Repeated, BATCH, layouts=layouts[2:], loss=loss, steps=2)
+    assert_layout_invariant(Mixture, BATCH, layouts=[TENSOR], loss=loss, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,67 @@ def test_the_first_module_that_differs_is_named(mistake, layout, phase, module, 
         )
     fault = caught.value.fault
     assert (fault.phase, fault.module) == (phase, module), str(caught.value)
+
+
+class Otherwise(nn.Module):
+    """Do something in a layout otherwise than on one process."""
+
+    def __init__(self, mistake, *, state):
+        super().__init__()
+        self.mistake, self.forwards = mistake if state is not None else "", 0
+        self.first, self.last = LayerNorm(D, state=state), LayerNorm(D, state=state)
+        if self.mistake == "more":
+            self.more = nn.Parameter(torch.zeros(D))
+        if mistake == "held whole":
+            stated = Declaration((D, D), cut=Cut(0))
+            declare_parameter(self, "held", stated, state or ParallelState.alone())
+            self.held = nn.Parameter(torch.zeros(D, D))
+        self.last.bias.requires_grad_(self.mistake != "frozen")
+
+    def gradient(self, x, mistake, factor):
+        """Return ``x``, whose gradient is another by ``factor`` if this is the mistake."""
+        return x + (factor - 1) * (x - x.detach()) if self.mistake == mistake else x
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.mistake == "raised":
+            raise ZeroDivisionError
+        x = self.gradient(self.first(x), "backward", 1.5)
+        weight = self.gradient(self.last.weight, "gradient", 1.5)
+        if self.forwards > 4:  # from the second step on
+            x = x * (2 if self.mistake == "later" else 1)
+            weight = self.gradient(weight, "update", -1.0)
+        x = F.layer_norm(x, (D,), weight, self.last.bias)
+        x = x + self.held.mean() if hasattr(self, "held") else x
+        return (x, x) if self.mistake == "pair" else x
+
+
+@pytest.mark.parametrize(
+    ("phase", "module", "says", "mistake"),
+    [
+        ("structure", "", "more is not there on one process", "more"),
+        (
+            "structure",
+            "",
+            r"held is declared so that a rank holds \(4, 8\), and it holds \(8, 8\)",
+            "held whole",
+        ),
+        ("backward", "first", "the gradient of its output differs by 5.0e-01", "backward"),
+        (
+            "gradient",
+            "last",
+            "last.weight differs by 5.0e-01, though every activation's is right$",
+            "gradient",
+        ),
+        ("gradient", "last", "last.bias has no gradient in the layout", "frozen"),
+        ("update", "", "the loss of rank 0 is .* in step 2, though the first gradients were right", "later"),
+        ("update", "last", "last.weight differs by .* after 2 steps; the first was right", "update"),
+    ],
+)
+def test_what_a_layout_does_otherwise_is_named(phase, module, says, mistake):
+    with pytest.raises(LayoutVariance, match=says) as caught:
+        assert_layout_invariant(partial(Otherwise, mistake), BATCH, layouts=[TENSOR], loss=loss, steps=2)
+    assert (caught.value.fault.phase, caught.value.fault.module) == (phase, module)
 
 
 class Mixture(nn.Module):
@@ -255,6 +317,10 @@ def test_what_other_processes_cannot_find_and_what_the_module_refuses_is_refused
     says = r"is a lambda or lives in another function\. Define it with `def` at the top"
     with pytest.raises(ValueError, match=says):
         assert_layout_invariant(lambda *, state: Net(state=state), BATCH)
+    with pytest.raises(BadInput, match=r"loss: expected a loss, .* found tuple"):
+        assert_layout_invariant(partial(Otherwise, "pair"), BATCH)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        assert_layout_invariant(partial(Otherwise, "raised"), BATCH, loss=loss)
     with pytest.raises(BadInput, match="that tensor=3 divides, found 16"):
         assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
 
@@ -281,4 +347,6 @@ def test_pieces_are_told_from_parts_and_from_the_whole():
     assert kind(whole, whole + 1) == "differs"
     assert "rank 0 holds piece 1, rank 1 holds piece 0" in place(whole, [b, a], tolerance=1e-6).note
     assert "2 times too large" in place(whole, [2 * whole] * 2, tolerance=1e-6).note
+    uneven = place(whole, [whole[:, :4], whole[:, 4:]], tolerance=1e-6)
+    assert (uneven.kind, uneven.note) == ("differs", "shape (2, 2) and (2, 4), of (2, 6) on one process")
     assert "shape (3, 3), of (2, 6)" in place(whole, [torch.ones(3, 3)] * 2, tolerance=1e-6).note

@@ -174,14 +174,16 @@ def test_torchs_wrappers_over_our_layers_are_refused_with_the_way_to_go(how):
 
 
 def averaged():
-    """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
-    model = DistributedDataParallel(nn.Linear(4, 6))
-    return refusal_of(lambda: Step(model, squares, micro_batch=1))
+    """Return a step's refusals of models with a state of one rank, in wrappers over two."""
+    cut = fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (2,)))
+    models = DistributedDataParallel(nn.Linear(4, 6)), cut
+    return [refusal_of(lambda model=model: Step(model, squares, micro_batch=1)) for model in models]
 
 
 def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
-    for said in run_parallel(averaged, 2):
-        assert "found DistributedDataParallel, which averages gradients" in said
+    for averaging, cut in run_parallel(averaged, 2):
+        assert "found DistributedDataParallel, which averages gradients" in averaging
+        assert "and weight is cut for 2 ranks. Pass it: step(..., state=state)" in cut
 
 
 def mean_gradients(wrap, layout):

@@ -547,6 +547,11 @@ ROWS = {
     "arguments that it refuses": (
         r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
         "model.arguments.dim=10"),
+    "an argument of no JSON": (
+        "model.arguments: expected numbers, texts, lists and tables, found Object of type date is not JSON",
+        "model.arguments.dim=2026-11-30"),
+    "experts that a model lacks": (
+        "experts: expected a model with experts, found module", "experts.balance=0.1"),
     "arguments alone": ("model.arguments: expected model.module, a model of your own, beside it",
         "model.module", "model.size=smollm2-135m"),
     "a loss that is none": ("expected a Loss, a class of it, or a function .* found NoLoss", "loss=NoLoss"),
