@@ -54,7 +54,8 @@ def asked(folder, layout=None, **changes):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama", Layout.of(tensor=4, sequence=True)),  # two ranks share a head of keys
+        ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
+        ("llama", Layout.of(tensor=4)),  # two ranks share a head of keys
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
         # Several stages a rank are in the default suite where a module that differs is named.
         pytest.param("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True), marks=pytest.mark.slow),
