@@ -44,7 +44,7 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
     paths = {module: path for path, module in model.named_modules()}
     places = {number: f"{paths[block]}." for number, block in model.numbered_blocks().items()}
     first = min(index for index, name in enumerate(lines) if name.startswith(places[0]))
-    ends = {name for name in [*lines][first:] if not name.startswith((*places.values(),))}
+    ends = {name for name in [*lines][first:] if not name.startswith(tuple(places.values()))}
     yield from (line for name, line in [*lines.items()][:first] if name not in ends)
     for own in numbers.values():
         yield ""
