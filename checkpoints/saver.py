@@ -59,6 +59,7 @@ class Saver:
     ask it on all ranks, and ``wait`` then raises it on all of them. Leaving the context waits for the thread,
     so destroy a process group only after it; after an error it waits only some seconds: others wait for it.
 
+    ``start``: the step from which a run goes on; newer checkpoints, which it passed over, do not count.
     ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
     ``say`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
     or ``poll``. ``state``: needed for a module that does not have it. Without an ``optimizer`` the
@@ -74,6 +75,7 @@ class Saver:
         *,
         state: ParallelState | None = None,
         keep: int = 2,
+        start: int | None = None,
         background: bool = False,
         mirror: str | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -81,6 +83,7 @@ class Saver:
         whole = type(keep) is int and keep >= 1
         require(whole, "checkpoints", "keep", "a whole number of 1 or more", shown(keep))
         self.root, self.keep, self.background, self._say = root, keep, background, say
+        self._start = start
         self._model, self._optimizer, self._contents = model, optimizer, contents
         self._state = state = state_of(model, state)
         self._layout = state.layout
@@ -103,7 +106,7 @@ class Saver:
     def __enter__(self) -> Self:
         if not self._state.rank:
             clear_unfinished(self.root)
-            self._after.resume()
+            self._after.resume(self._start)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:

@@ -113,7 +113,7 @@ class Trainer:
             self._comparing(),
             self.callbacks.running(self, start),
             self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batches,
-            self._saver() as saver,
+            self._saver(start) as saver,
             nullcontext() if self.beat is None else report_error_before_cleanup(self.beat),
         ):
             if start >= stop:
@@ -216,7 +216,7 @@ class Trainer:
             return nullcontext()
         return CollectiveOrder(self.state, interval=debug.every or 1, timeout=timeout)
 
-    def _saver(self) -> Saver:
+    def _saver(self, start: int) -> Saver:
         saving = self.recipe.checkpoint
         return Saver(
             self.checkpoints,
@@ -225,6 +225,7 @@ class Trainer:
             contents_of_run(self.plan, self.model, self.state),
             state=self.state,
             keep=saving.keep,
+            start=start,
             background=saving.background,
             mirror=saving.mirror,
             say=self.files.note_save,

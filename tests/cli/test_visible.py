@@ -160,7 +160,7 @@ def test_a_warning_about_a_config_commands_nothing_in_a_program_of_ones_own(host
 def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
-    prepared = SimpleNamespace(ids=[[1]], load=lambda state: None)
+    prepared = SimpleNamespace(ids=[[1]], load=lambda state: SimpleNamespace(can_cache=True))
     ranks = SimpleNamespace(layout=Layout(), run=lambda prepare, work, **how: work(prepared, None, "cpu"))
     monkeypatch.setattr(
         generate_run, "continue_rows", lambda *words, on_text, **how: [*(on_text(HARM) or ())]
