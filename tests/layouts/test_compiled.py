@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.configs import MODELS, config
+from support.configs import MODELS, TINY_LLAMA, config
 from support.layout_cases import COMPARED, Layouts, row
 from support.short_runs import tiny_recipe
 from support.short_training import Case, first_difference, outcome, train_rank
@@ -22,9 +22,12 @@ from trilith.layers import (
 from trilith.layers.compile import keep_compiled_code, parts_in_one_graph
 from trilith.layers.experts.moe import GatedShared
 from trilith.models import family_of
+from trilith.models.llama import LlamaBlock
 from trilith.parallel_state import BadInput, DeclaredModule, Layout, ParallelState
-from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.recipe import Recipe, parse_recipe
 from trilith.testing import run_parallel
+from trilith.training import build as build_module
+from trilith.training.run_plan import plan
 
 #: Traced and differentiated by torch's compiler, not made into C++: that takes minutes.
 test_compiled_blocks_equal_one_device = Layouts(
@@ -93,6 +96,21 @@ def test_blocks_are_compiled_by_default_on_a_gpu_and_nowhere_else(tmp_path):
     assert parse_recipe(raw | {"device": "cuda"}).compiles
     assert not parse_recipe(raw | {"device": "cuda", "compile": False}).compiles
     assert not parse_recipe(raw).compiles and parse_recipe(raw | {"compile": True}).compiles
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_run_compiles_its_blocks_before_anything_wraps_them(asked, tmp_path, monkeypatch):
+    calls = []
+
+    def note(blocks, *, or_without):
+        calls.append(([(type(block), "forward" in vars(block)) for block in blocks], or_without))
+
+    monkeypatch.setattr(build_module, "compile_blocks", note)
+    monkeypatch.setattr(Recipe, "compiles", True)  # as on a GPU
+    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", memory={"checkpointing": "full"}, compile=asked)
+    recipe = parse_recipe(raw | {"device": "cpu"})
+    build_module.build(recipe, plan(recipe), ParallelState.alone())
+    assert calls == [([(LlamaBlock, False)] * TINY_LLAMA["num_hidden_layers"], asked == "auto")]
 
 
 @pytest.mark.parametrize(
