@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from .shared.options import FORCE, GPU_TYPE, size_names
+from .shared.options import FORCE, GPU_TYPE, USUAL_GPU, size_names
 from .shared.parameters import As, MaybeCount, Range, There, from_options
 from .shared.say import say, say_next
 
@@ -15,7 +15,7 @@ def new(
     ],
     data: Annotated[Path, As("TOKENS"), "token file of `trilith tokenize`"],
     gpus: Annotated[int, Range(1, 2**20), "number of GPUs"],
-    gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
+    gpu_type: Annotated[str, GPU_TYPE] = USUAL_GPU,
     sequence_length: Annotated[
         MaybeCount, "tokens of a row; default: the most that the model takes, up to 8192; less for few tokens"
     ] = None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..system import BadInput, counted, no_garbage_search, require, usable_cores
-from .shared.options import FORCE, GPU_TYPE, model_names, parse_amount, parse_counts
+from .shared.options import FORCE, GPU_TYPE, USUAL_GPU, model_names, parse_amount, parse_counts
 from .shared.parameters import As, MaybeCount, Range, There
 from .shared.say import progress_bar, say
 
@@ -28,7 +28,7 @@ def plan(
     model: Annotated[str, There, "published size, config.json, Hugging Face folder, or recipe", model_names],
     *,
     gpus: Annotated[str | None, "number of GPUs, or several such as 8,16,32 for a scaling curve"] = None,
-    gpu_type: Annotated[str, GPU_TYPE] = "h100-80gb",
+    gpu_type: Annotated[str | None, f"{GPU_TYPE}; default: {USUAL_GPU}"] = None,
     machine: Annotated[
         Path | None, As("BENCH.json"), "instead of --gpu-type: the bench.json of your machine"
     ] = None,
@@ -101,8 +101,9 @@ def plan(
         check_output_file(write, force=force)
     if html is not None:
         check_output_file(html, ours=is_page, force=force)
+    require(machine is None or gpu_type is None, "plan", "--gpu-type", "one of --gpu-type, --machine", "both")
     if machine is None:
-        device = machine_named(gpu_type.lower(), gpus_per_node=gpus_per_node)
+        device = machine_named((gpu_type or USUAL_GPU).lower(), gpus_per_node=gpus_per_node)
     else:
         device = machine_from_bench(machine, gpus_per_node=gpus_per_node)
     if watts is not None:

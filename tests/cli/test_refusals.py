@@ -123,6 +123,9 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
     command("models mixtrl", "Nearest: mixtral"),
     command("plan zzz --gpus 8", "found no such file or name. `trilith models` lists the sizes$"),
     command("plan lama-3.1-8b", "Nearest: llama-3.1-8b, [^,]*, [^,]*; `trilith models` lists the sizes$"),
+    command(
+        "plan smollm2-135m --gpus 2 --gpu-type h200 --machine b.json", "--gpu-type: .*--machine, found both"
+    ),
     command("train zzz", "found no such file or name. These come with trilith: gpt3-175b-1024gpus, "),
     command("train smollm2-135m", "That is a size of a model: `trilith new --model smollm2-135m`"),
     command("models --show", "models: --show: expected the name of a family or size"),
