@@ -87,15 +87,23 @@ class RankGradients:
 
     def lasts(self, group: Group) -> float:
         """Return how many bytes last of the gradients of a group."""
+        work = self.work
         if self.each:
-            return self.shards(group)
-        if self.alone and self.work.micro_batches == 1:
-            return group.trained_stored * self.work.master
+            # Replicas add up their sums at the end of a step, or in a pipeline at each backward.
+            at_end = work.layout.copies_shards and work.micro_batches > 1 and work.layout.pipeline == 1
+            return group.trained_stored * work.reduce if at_end and not work.offload else self.shards(group)
+        if self.alone and work.micro_batches == 1:
+            return group.trained_stored * work.master
         return group.trained * self.sum
 
     def shards(self, group: Group) -> float:
-        """Return the bytes of what stays on the device of a group's gradients after their sum."""
-        return 0 if self.work.offload else group.trained_stored * self.work.master
+        """Return the bytes of what stays on the device of a group's gradients after their sum.
+
+        Of replicas FSDP keeps the sum until the next backward, also where the gradient is a cast of it.
+        """
+        work = self.work
+        cast_from = work.reduce * (work.reduce != work.master) * work.layout.copies_shards
+        return 0 if work.offload else group.trained_stored * (work.master + cast_from)
 
     def buffer(self, stage: int, runs: Sequence[Run]) -> float:
         """Return the bytes of the buffer that the last sum of a stage's backward leaves: of the root, if the
@@ -110,8 +118,13 @@ class RankGradients:
         return elements * self.work.reduce * (self.each and self.leaves_buffer)
 
     def given_back(self, group: Group) -> float:
-        """Return what the sum of a group's gradients gives back in a step's last backward."""
-        return max(self.lasts(group) - self.shards(group), 0) if self.in_last else 0.0
+        """Return what the sum of a group's gradients gives back in a step's last backward.
+
+        It is below 0 where a cast takes more. In a pipeline all sums may come at the end, and casts take the
+        place of gathered weights.
+        """
+        given_back = (self.lasts(group) - self.shards(group)) * (self.each or self.in_last)
+        return max(given_back, 0.0) if self.in_last and self.work.layout.pipeline > 1 else given_back
 
     def of_root(self, absent: Iterable[int], stages: Sequence[int]) -> float:
         """Return how many bytes last of those gradients of the root that no other of the rank's ``stages``

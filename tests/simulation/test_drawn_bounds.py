@@ -110,10 +110,14 @@ SHARED = {"pipeline": 2, "data": 2}
         ({"pipeline": 2}, "float32", True),
         (SHARED | {"zero": 1}, "float32", False),
         (SHARED | {"zero": 2}, "bfloat16", False),
+        ({"data": 2}, "bfloat16", False),
+        ({"data": 4, "zero": 1, "data_replicate": 2}, "bfloat16", False),
+        ({"data": 4, "zero": 3, "data_replicate": 2}, "bfloat16", False),
     ],
 )
 def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, reduce, offload):
-    raw = recipe_of("smollm2-135m", layout, 4, 1, 64, {"offload": offload}) | {"reduce": reduce}
+    rows = max(4, 2 * layout.get("data", 1))
+    raw = recipe_of("smollm2-135m", layout, rows, 1, 64, {"offload": offload}) | {"reduce": reduce}
     raw["model"]["config"] = {"num_hidden_layers": 4}
     recipe = parse_recipe(raw)
     assert abs(over_peak_of(worker, recipe, dry_run(recipe))) <= EXACT
