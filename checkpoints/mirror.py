@@ -194,8 +194,9 @@ class AfterCommit:
         self._retention = LatestOnly("retention", self._retain)
         self._copying = LatestOnly("mirror", self._copy)
         self._committed: int | None = None
-        #: What the start passed over, although its manifest is good: it does not count as kept.
-        self._passed_over: set[Path] = set()
+        #: Checkpoints that lack a file, although their manifest is good: they do not count as kept.
+        self._damaged: set[Path] = set()
+        self._older: list[Path] = []
 
     def resume(self, start: int | None) -> None:
         """Begin to copy the newest checkpoint, in case the run was killed between its commit and its copy.
@@ -204,14 +205,15 @@ class AfterCommit:
         """
         complete = complete_checkpoints(self._root)
         if start is not None:
-            self._passed_over = {path for path in complete if step_of(path) > start}
-        for path in [path for path in complete if path not in self._passed_over][-1:]:
+            self._damaged = {path for path in complete if step_of(path) > start}
+            self._older = [path for path in complete if step_of(path) < start]
+        for path in [path for path in complete if path not in self._damaged][-1:]:
             self._begin_copy(path)
 
     def begin(self, committed: Path) -> None:
         """Begin to copy a checkpoint, just committed, and to delete old ones, in threads."""
         self._committed = step_of(committed)
-        self._passed_over.discard(committed)  # written anew
+        self._damaged.discard(committed)  # written anew
         self._begin_copy(committed)
         self._retention.begin(self._committed)
 
@@ -234,7 +236,12 @@ class AfterCommit:
 
     def _retain(self, step: int) -> None:
         try:
-            for path in delete_old(self._root, self._keep, step, self._passed_over):
+            while self._older:
+                try:
+                    Manifest.load(path := self._older.pop())
+                except BadCheckpoint:
+                    self._damaged.add(path)
+            for path in delete_old(self._root, self._keep, step, self._damaged):
                 self._say(f"{path} stays until the next save: it is being read")
         except (OSError, BadInput, MachineFailed) as error:
             self._say(f"old checkpoints stay: {error}")
@@ -264,13 +271,13 @@ def set_aside(target: Path) -> None:
         target.rename(set_aside_name(target))
 
 
-def delete_old(root: Path, keep: int, step: int, passed_over: Collection[Path] = ()) -> list[Path]:
+def delete_old(root: Path, keep: int, step: int, damaged: Collection[Path] = ()) -> list[Path]:
     """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
 
-    One that was ``passed_over``, or whose manifest is damaged, does not count and stays, and so does one that
-    claims to be newer. One that is being read stays for now; these are returned.
+    One that is ``damaged``, or whose manifest is, does not count and stays, and so does one that claims to be
+    newer. One that is being read stays for now; these are returned.
     """
-    good = [path for path, _ in good_manifests(root) if step_of(path) <= step and path not in passed_over]
+    good = [path for path, _ in good_manifests(root) if step_of(path) <= step and path not in damaged]
     read = []
     for old in reversed(good[keep:]):
         with nobody_reads(old) as free:

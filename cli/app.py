@@ -18,7 +18,13 @@ import typer.main
 from typer.main import get_command_name
 
 from ..system import address_of, check_enough, refusal_of, visible
-from ..system.standard_streams import drop_output, name_standard_output, pass_any_character, reader_is_gone
+from ..system.standard_streams import (
+    drop_output,
+    goes_nowhere,
+    name_standard_output,
+    pass_any_character,
+    reader_is_gone,
+)
 from .errors import INTERRUPTED, explain, write_error
 from .plan import plan
 from .plan_explain import plan_explain, topics
@@ -198,6 +204,7 @@ def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int
         end_with_parent()  # before the imports that take seconds: the launcher may be killed meanwhile
     # What a command makes it must be able to read again, and to remove if it fails.
     os.umask(os.umask(0o077) & 0o077)
+    nowhere = goes_nowhere()
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = _as_options(arguments)
@@ -218,7 +225,7 @@ def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int
             raise
         if "--debug" in takewhile(lambda word: word.startswith("-"), arguments):
             traceback.print_exc()
-        gone = isinstance(error, BrokenPipeError) and reader_is_gone()
+        gone = isinstance(error, BrokenPipeError) and reader_is_gone(nowhere=nowhere)
         if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
             drop_output()
             return 0

@@ -145,7 +145,10 @@ def generate(
                 last = layout.rank_of_stage(layout.stages - 1)
                 dist.broadcast(new_B, group=model.state.pipeline.group, group_src=last)
             step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
-            expected, todo = "finite numbers", "Compute in float32, or raise the temperature"
+            expected, todo = (
+                "finite numbers",
+                "Try a wider dtype or a higher temperature, or check the weights",
+            )
             require(-1 not in step, "generate", "logits", expected, "a NaN or an infinity", todo)
             over = (on_tokens and on_tokens(step)) or ()
             for i, token in enumerate(step):

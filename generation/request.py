@@ -164,7 +164,9 @@ def converse(
     """
     device = device_here(device)
     check_launch(Layout(), device=device)
-    prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
+    prepared = prepare(
+        replace(request, prompts=["Hello"], chat=True, max_new_tokens=1, min_new_tokens=0), Layout()
+    )
     positions = prepared.source.model_config.max_position_embeddings
     with process_group(Layout(), device=device) as state:
         model = prepared.load(state)
@@ -223,7 +225,8 @@ def run_generation(
             if streams and isinstance(request.prompts[0], str) and not request.chat:
                 write(request.prompts[0])
             model, on_text = prepared.load(state), write if streams else None
-            at_once = request.batch if model.can_cache else 1  # whose rows may have any lengths
+            alike = model.can_cache or len({*map(len, prepared.ids)}) == 1
+            at_once = request.batch if alike else 1
             began = time.perf_counter()
             for start in range(0, len(prepared.ids), at_once):
                 ids = prepared.ids[start : start + at_once]

@@ -70,7 +70,7 @@ def _record(line: Line, where: str) -> Prompt:
         if not beside:
             return text
         messages = _question(text).messages
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    if not isinstance(messages, list) or not messages:
         expected = "prompt (text) or messages (a list of objects with role and content)"
         raise BadInput(where, expected=expected, found=shown(line.text))
     return conversation_of({"messages": messages, **beside}, where)
@@ -78,10 +78,6 @@ def _record(line: Line, where: str) -> Prompt:
 
 def _question(text: str) -> Conversation:
     return Conversation([{"role": "user", "content": text}])
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 #: Decoding gives this for bytes that are not yet a whole character.

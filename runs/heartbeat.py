@@ -164,6 +164,7 @@ class Heartbeat:
 
     def _replace(self) -> None:
         temporary = self._path.with_suffix(".tmp")
+        temporary.parent.mkdir(parents=True, exist_ok=True)  # in the place of a run's folder that was moved
         file = temporary.open("w")
         try:
             file.write(json.dumps(asdict(self._status)))

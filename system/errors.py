@@ -123,7 +123,8 @@ def from_os_error(
 
 
 #: A part of a place that is no key: of pydantic's, for a validator or one of several types.
-_INSIDE = re.compile(r"(function|constrained)-.*|(bool|dict|float|int|list|literal|str|tuple)(\[.*)?")
+_INSIDE = re.compile(r"(function|constrained)-.*|(dict|list|literal|tuple)\[.*")
+_PLAIN = ("bool", "float", "int", "str")
 
 
 def from_validation(
@@ -140,7 +141,8 @@ def from_validation(
     """
 
     def key_of(details: ErrorDetails) -> str:
-        return spelled(".".join(part for part in map(str, details["loc"]) if not _INSIDE.fullmatch(part)))
+        place = [part for part in map(str, details["loc"]) if not _INSIDE.fullmatch(part)]
+        return spelled(".".join(place[:-1] if len(place) > 1 and place[-1] in _PLAIN else place))
 
     first, *others = error.errors(include_url=False)
     key = key_of(first) or None

@@ -65,7 +65,10 @@ _TODO: dict[int, tuple[int, str]] = {
     errno.ENFILE: (MACHINE, _MORE_FILES),
     errno.ENOMEM: (MACHINE, _MORE_MEMORY),
     errno.EAGAIN: (MACHINE, _MORE_PROCESSES),
-    errno.EPIPE: (MACHINE, "The reader of the output (such as head) stopped: write into a file to keep all"),
+    errno.EPIPE: (
+        MACHINE,
+        "The reader of a pipe stopped. If it was that of the output (such as head), write into a file",
+    ),
 }
 
 #: Texts of libraries whose errors carry no number.

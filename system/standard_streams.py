@@ -35,15 +35,22 @@ def pass_any_character() -> None:
             stream.reconfigure(errors=errors)
 
 
-def reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as behind ``| head``, or the null
-    device, which rich puts in the place of such a pipe.
+def goes_nowhere() -> bool:
+    """Return whether standard output is the null device."""
+    with suppress(OSError, ValueError):  # no file behind it
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), os.stat(os.devnull))
+    return False
+
+
+def reader_is_gone(*, nowhere: bool) -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as behind ``| head``.
+
+    Rich puts the null device in the place of such a pipe. ``nowhere``: whether that stood there before.
     """
     with suppress(OSError, ValueError):  # no file behind it
         poll = select.poll()
-        poll.register(output := sys.stdout.fileno(), 0)
-        broken = any(event & select.POLLERR for _, event in poll.poll(0))
-        return broken or os.path.samestat(os.fstat(output), os.stat(os.devnull))
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0)) or (goes_nowhere() and not nowhere)
     return False
 
 

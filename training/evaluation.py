@@ -123,7 +123,7 @@ def run_evaluation(question: Question, ranks: Ranks, show: Callable[[Figures], s
         rows = batches.global_batch
         step = Step(model, TokenLoss(model), micro_batch=question.batch)
         loss = held_out_loss(step, HeldOut(batches, rows))
-        todo = f"The model's numbers overflow {question.dtype}: compute in float32"
+        todo = f"Its numbers overflow {question.dtype}, or its weights are broken: try a wider --dtype"
         require(math.isfinite(loss), "evaluate", "loss", "a finite number", loss, todo)
         tokens = batches.count_labels(0, range(rows))
         return show(Figures(loss, perplexity(loss), tokens, rows, batches.sequence_length))
@@ -146,7 +146,8 @@ def _open(question: Question, layout: Layout) -> _Opened:
     require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
-    check_documents(batches, source.family.on_meta(config), "evaluate", str(question.tokens))
+    todo = "Evaluate a chat set with rows that hold one sample, or text tokenized as one document"
+    check_documents(batches, source.family.on_meta(config), "evaluate", str(question.tokens), todo)
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     check_labels(batches, rows, "evaluate", "--rows")
     return _Opened(**vars(weights), batches=batches.resized(rows))

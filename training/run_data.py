@@ -20,6 +20,9 @@ from ..storage.remote_folder import RemoteFolder
 from ..system import counted
 from .own_code import call_own, own_code
 
+#: What to change in a recipe for a model that cannot keep the documents of a row apart.
+_ONE_DOCUMENT = 'Set data.documents = "joined", or for chat data data.samples = "single"'
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -59,8 +62,10 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
 def separate_padding(model: Any, *opened: object) -> None:
     """Take padding for a document of its own, for a model whose angles depend on the length of a document."""
     for batches in opened:
-        if isinstance(batches, GlobalBatches) and getattr(model, "rope_changes_at", None):
-            batches.separate_padding()
+        if isinstance(batches, GlobalBatches):
+            changes = getattr(model, "rope_changes_at", ())
+            if any(length < batches.sequence_length for length in changes):
+                batches.separate_padding()
 
 
 def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> None:
@@ -70,13 +75,14 @@ def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> Non
     require(batches.resized(rows).count_labels(0, range(rows)), where, key, expected, none, todo)
 
 
-def check_documents(batches: GlobalBatches | ItemBatches, model: Any, where: str, key: str) -> None:
+def check_documents(
+    batches: GlobalBatches | ItemBatches, model: Any, where: str, key: str, todo: str = _ONE_DOCUMENT
+) -> None:
     """Refuse rows of several documents for a model that would let each see the others: transformers', with
     attention of its own.
     """
     if isinstance(batches, GlobalBatches) and not model.can_cache and batches.shared:
         expected = f"one document a row: {model.shown.no_context}"
-        todo = 'Set data.documents = "joined", or for chat data data.samples = "single"'
         raise BadInput(where, key, expected=expected, found="rows of several", todo=todo)
 
 

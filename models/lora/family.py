@@ -19,6 +19,8 @@ from ..base.hugging_face_names import Link, shapes_of
 from .config import LoraConfig
 from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites
 
+_LEFT_OUT = "What it names is left out by exclude_modules or layers_to_transform"
+
 
 @dataclass(frozen=True)
 class AdaptedFamily(Family):
@@ -117,8 +119,10 @@ class AdaptedFamily(Family):
             expected = f"what precedes a block's number in {all_sites[0].name}"
             raise BadInput("lora", "layers_pattern", expected=expected, found=literal(lora.layers_pattern))
         if not targeted and not (lora.target_modules == () and lora.target_parameters):
-            expected = f"targets among {leaves(all_sites)}"
-            raise BadInput("lora", "target_modules", expected=expected, found=literal(lora.target_modules))
+            expected, names = f"targets among {leaves(all_sites)}", lora.target_modules
+            left_out = isinstance(names, tuple) and any(_named(name, all_sites) for name in names)
+            todo = _LEFT_OUT if left_out else ""
+            raise BadInput("lora", "target_modules", expected=expected, found=literal(names), todo=todo)
         return targeted
 
     def of_trained(self, config: ModelConfig) -> tuple[Self, list[str]]:
@@ -161,10 +165,7 @@ class AdaptedFamily(Family):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
                 if not _named(name, among):
-                    left = key == "target_modules" and _named(name, all_sites)
-                    todo = (
-                        "What it names is left out by exclude_modules or layers_to_transform" if left else ""
-                    )
+                    todo = _LEFT_OUT if key == "target_modules" and _named(name, all_sites) else ""
                     raise BadInput(where, key, expected=expected, found=repr(name), todo=todo)
 
     def check_peft(self, config: ModelConfig) -> None:

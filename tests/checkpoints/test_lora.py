@@ -239,6 +239,8 @@ test_targets_that_are_not_there_are_refused = refusals(
             r"\[\]: no linear layer of this"),
     Refused("left out", checked(LLAMA, target_modules=["q_proj", "0.mlp.up_proj"], layers_to_transform=1),
             "found '0.mlp.up_proj'. What it names is left out by"),
+    Refused("all left out", checked(LLAMA, target_modules=["q_proj"], exclude_modules=["q_proj"]),
+            r"found \['q_proj'\]. What it names is left out by"),
     Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
 )  # fmt: skip
 

@@ -116,7 +116,8 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(model, tmp_path, 
     assert asked + answer == expected(model, asked) + "\n"
     file = tmp_path / "chats.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
-    named, beside = [{"role": "user", "content": "dog", "name": "Ann"}], {"system": "Be brief."}
+    called, beside = {"role": "assistant", "content": None, "tool_calls": [{}]}, {"system": "Be brief."}
+    named = [{"role": "user", "content": "dog", "name": "Ann"}, called]
     records = [
         {"messages": messages}, {"prompt": "dog"}, {"messages": messages[1:], **beside},
         {"prompt": "The quick", **beside}, {"messages": named, "tools": [{"name": "weather"}]},
@@ -125,7 +126,7 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(model, tmp_path, 
     first, second, *others, last = rows(written(capfd, model, "--prompt-file", str(file)))
     assert first["text"] + "\n" == answer and first["prompt"] == messages and others == [first, first]
     assert "dog" + second["text"] == expected(model, "dog")
-    asked = "<tool>weather\n<user>dogAnn\n<assistant>"
+    asked = "<tool>weather\n<user>dogAnn\n<assistant>\n<assistant>"
     assert asked + last["text"] == expected(model, asked)
 
 

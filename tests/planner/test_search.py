@@ -20,8 +20,9 @@ from trilith.planner.search.choice import recipe_of
 from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
 from trilith.planner.search.page import make_page
+from trilith.planner.search.shortage import none_legal
 from trilith.planner.search.strategy import critical_batch
-from trilith.planner.search.tally import Tally
+from trilith.planner.search.tally import Reason, Tally
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
@@ -62,6 +63,14 @@ def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
         small = read_request("smollm2-135m", replace(machine, memory=1.4e9), 2, **sizes)
         with pytest.raises(BadInput, match=r"What would fit: --gpus \d+ \([\d.]+ GB\)$"):
             find_layouts(small)
+
+
+def test_where_no_layout_is_legal_the_commonest_reason_of_an_illegal_one_is_named():
+    tally = Tally()
+    tally.add(Reason("not tried", "context", 9, "context 2"))
+    for key, layouts in (("data.global_batch", 2), ("micro-batches", 3)):
+        tally.illegal(BadInput("recipe", key, expected=f"another {key}", found=1), layouts)
+    assert "Most often: expected another micro-batches, found 1" in str(none_legal(request_of_llama(), tally))
 
 
 def test_every_layout_is_accounted_for(result):
