@@ -101,7 +101,7 @@ class ChatTemplate:
         """
         text, spans = self._apply(conversation.messages, conversation, where, marked=self.marked)
         check_text(text, where)
-        _check_messages(text, conversation, where)
+        _check_weights(conversation, where)
         if not self.marked:
             spans = self._spans(text, conversation, where)
         elif count := conversation.prompt_length:
@@ -229,16 +229,10 @@ def _shared(text: str, other: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-def _check_messages(text: str, conversation: Conversation, where: str) -> None:
-    """Refuse content in parts that the template, made for text, has written as Python writes a list, and
-    answers that are to be learnt and weigh nothing.
-    """
+def _check_weights(conversation: Conversation, where: str) -> None:
+    """Refuse answers that are to be learnt and weigh nothing."""
     for number, message in enumerate(conversation.messages):
-        content, weight = message.get("content"), message.get("weight", 1)
-        if isinstance(content, list) and str(content) in text:
-            expected, actual = "text, as the chat template writes content", "a list of parts"
-            todo = "Join the texts of the parts"
-            raise BadInput(where, f"content of message {number}", expected=expected, found=actual, todo=todo)
+        weight = message.get("weight", 1)
         if message["role"] == "assistant" and number >= conversation.prompt_length:
             expected, todo = (
                 "1: an answer is learnt",

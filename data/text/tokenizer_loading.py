@@ -203,20 +203,22 @@ class FolderTokenizer:
         self, messages: Any, where: object, *, marked: bool = False, **options: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return what a chat template writes of messages, and if it is ``marked``, which characters of that
-        stand between ``{% generation %}`` and its end; ``BadInput`` if it refuses the messages.
+        stand between ``{% generation %}`` and its end. ``BadInput`` if it refuses the messages, or, made
+        for text, writes content in parts as Python writes a list.
         """
+        text, spans, marks = "", list[tuple[int, int]](), {"return_assistant_tokens_mask": True}
         try:
             with bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY):
-                if not marked:
-                    return self.backend.apply_chat_template(messages, tokenize=False, **options), []
-                from transformers.utils.chat_template_utils import render_jinja_template
+                if marked:
+                    from transformers.utils.chat_template_utils import render_jinja_template
 
-                # Not the mask that goes with the ids: transformers 5.17, for one, loses the marks behind
-                # a character that makes no token, such as a blank before an answer, or marks all behind it.
-                options = {**self.backend.special_tokens_map, **options}
-                written: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-                (text,), (spans,) = written
-                return text, spans
+                    # Not the mask that goes with the ids: transformers 5.17, for one, loses the marks behind
+                    # a character that makes no token, such as a blank before an answer, or marks all behind.
+                    options = {**self.backend.special_tokens_map, **marks, **options}
+                    written: Any = render_jinja_template([messages], **options)
+                    (text,), (spans,) = written
+                else:
+                    text = self.backend.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template raises what it likes
             expected, todo = "one that takes this conversation", "Correct it, or leave the conversation out"
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -224,6 +226,12 @@ class FolderTokenizer:
                 expected, reason = f"one that writes a conversation within {error}", "one that needs more"
                 todo = "Look for a loop or a repetition in it that grows without need"
             raise BadInput(where, "chat template", expected=expected, found=reason, todo=todo) from error
+        for number, message in enumerate(messages):
+            expected, todo = "text, as the chat template writes content", "Join the texts of the parts"
+            if isinstance(content := message.get("content"), list) and str(content) in text:
+                key, actual = f"content of message {number}", "a list of parts"
+                raise BadInput(where, key, expected=expected, found=actual, todo=todo)
+        return text, spans
 
     def encode_written(self, text: str, **options: Any) -> Any:
         """Encode what a chat template wrote: special tokens that it spells become these tokens, also where

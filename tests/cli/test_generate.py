@@ -128,6 +128,10 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(model, tmp_path, 
     assert "dog" + second["text"] == expected(model, "dog")
     asked = "<tool>weather\n<user>dogAnn\n<assistant>\n<assistant>"
     assert asked + last["text"] == expected(model, asked)
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "dog"}]}  # the template is made for text
+    file.write_text(json.dumps({"messages": [in_parts]}))
+    assert run(["generate", str(model), "--prompt-file", str(file)]) == 2
+    assert "content of message 0: expected text" in capfd.readouterr().err
 
 
 def on_a_rank(arguments):
