@@ -156,7 +156,8 @@ def publish_tokens(
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     checksums = b"".join(each.sums().tobytes() for each in hashes)
-    Disk().write_file(made / "sums", checksums)
+    with new_file(made / "sums") as file:
+        file.write(checksums)
     index = TokenIndex(
         version=VERSION,
         tokens=int(offsets[-1]),
@@ -167,7 +168,8 @@ def publish_tokens(
         **facts,
     )
     content = json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2)
-    Disk().write_file(made / "index", f"{content}\n".encode())
+    with new_file(made / "index") as file:
+        file.write(f"{content}\n".encode())
     described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
     staging.publish_files({**others, **described})
     return TokenFile.open(paths.name)
@@ -185,7 +187,9 @@ def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BufferedRandom]:
-    """Yield a new file; it is on the disk when the block ends. ``DiskFailed`` names it."""
+    """Yield an empty file, new or in the place of one that a killed process left; it is on the disk when the
+    block ends. ``DiskFailed`` names it.
+    """
     with writing(path), path.open("wb+") as file:
         yield file
         sync(file)

@@ -27,6 +27,7 @@ from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput, PeerFailed
+from trilith.storage.staging import Staging
 
 LIBRARY = Path(string.__file__).parent
 SOURCES = [LIBRARY / f"{name}.py" for name in ("string", "textwrap", "token", "this")]
@@ -255,6 +256,17 @@ def check_equal(path, folder, out):
     tokenize([path], folder, out, workers=1)
     tokenize([path], folder, out.with_name("whole"), workers=1)
     assert len(bytes_of(out)) == 4 and bytes_of(out) == bytes_of(out.with_name("whole"))
+
+
+@pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
+def test_a_job_that_was_killed_when_all_was_written_goes_on(folder, tmp_path, monkeypatch):
+    """Between the last file and the first name, in a folder that the next start takes up."""
+    write_words(tmp_path / "in.jsonl", "a")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Staging, "publish_files", mock.Mock(side_effect=KeyboardInterrupt))
+        tokenize([tmp_path / "in.jsonl"], folder, tmp_path / "out", workers=1)
+    assert [path.name for path in tmp_path.glob("out.tmp-*/index")]
+    check_equal(tmp_path / "in.jsonl", folder, tmp_path / "out")
 
 
 @pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
