@@ -17,7 +17,7 @@ from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.checkpoints import Manifest, Progress, complete_checkpoints, save, verify
-from trilith.checkpoints.mirror import Mirror
+from trilith.checkpoints.mirror import AfterCommit, Mirror
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout
 from trilith.recipes import parse_recipe
@@ -45,6 +45,20 @@ def fetched(place, to):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(system.cat_file(path))
     return to
+
+
+def test_what_a_start_passed_over_is_not_copied_and_counts_once_it_is_written_anew(tmp_path):
+    for step in (1, 2):
+        written(tmp_path, step)
+    after = AfterCommit(tmp_path, 1, print)
+    after.mirror = mock.Mock()
+    after.resume(1)
+    after.wait()
+    assert [call.args[0].name for call in after.mirror.copy.call_args_list] == ["step-00000001"]
+    after.begin(tmp_path / "step-00000002")
+    after.wait()
+    after.close(wait=True)
+    assert accepted(tmp_path) == [2]
 
 
 def accepted(folder, read=lambda path: verify(path, Manifest.load(path))):

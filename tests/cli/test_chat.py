@@ -6,6 +6,7 @@ import shutil
 import sys
 
 from trilith.cli.app import run
+from trilith.generation.request import Request, converse
 
 
 def said(model, monkeypatch, capfd, text, *options):
@@ -43,6 +44,13 @@ def test_each_message_is_answered_after_all_before_it_until_a_new_conversation(
     printed = said(model, monkeypatch, capfd, text, "--system", "Be short.")
     assert printed.out == "".join(f"{answer}\n" for answer in expected)
     assert f"{model} on cpu; /new begins anew" in printed.err
+
+
+def test_a_least_number_of_tokens_holds_for_each_answer(model):
+    pieces = []
+    request = Request(model, [], min_new_tokens=5, max_new_tokens=6)
+    converse(request, ["the fox"], write=pieces.append, note=print, device="cpu")
+    assert "".join(pieces).strip()
 
 
 def test_bytes_that_are_no_text_are_replacement_characters(model, monkeypatch, capfd):

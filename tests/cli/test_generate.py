@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 from support.configs import TINY_LLAMA
@@ -13,6 +14,7 @@ from trilith.checkpoints import convert, load
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation import command, generate
+from trilith.generation import request as generate_run
 from trilith.parallel_state import BadInput
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
@@ -82,6 +84,9 @@ def test_rows_of_all_lengths_come_from_a_model_that_keeps_nothing_of_earlier_tok
     for row in found:
         assert row["prompt"] + row["text"] == expected(tmp_path / "own", row["prompt"], model)
     assert len(found) == 2
+    with mock.patch.object(generate_run, "continue_rows", wraps=generate_run.continue_rows) as calls:
+        written(capfd, tmp_path / "own", "-p", "dog", "-p", "dog", "--tokenizer", str(model))
+    assert calls.call_count == 1  # of one length, at once
     with pytest.raises(BadInput, match=r"prompts of one length: .* found several lengths"):
         generate(load(tmp_path / "own").model, [[1], [1, 2]], max_new_tokens=1)
 

@@ -160,10 +160,13 @@ def write_eos(folder):
     (folder / "eos" / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
 
 
-def write_zeros(folder):
-    write_hf_folder(folder / "zeros", TINY_LLAMA)
-    (file,) = (folder / "zeros").glob("*.safetensors")
-    save_file({name: 0 * tensor for name, tensor in load_file(file).items()}, file)
+def write_times(name, factor):
+    def write(folder):
+        write_hf_folder(folder / name, TINY_LLAMA)
+        (file,) = (folder / name).glob("*.safetensors")
+        save_file({name: factor * tensor for name, tensor in load_file(file).items()}, file)
+
+    return write
 
 
 test_texts_that_cannot_be_generated_are_refused = refusals(
@@ -177,7 +180,12 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
     generate("-p x --system brief", "--system: expected --chat with it"),
     generate("-p x --temperature 1e-300", "logits: expected finite numbers, found a NaN or an infinity"),
     command("generate eos -p x", r"config\.json: eos_token_id: .* found \[1, '2'\]", write_eos),
-    command("parity zeros", "gradients: expected some above 0 in transformers, found zeros", write_zeros),
+    command(
+        "parity zeros",
+        "gradients: expected some above 0 in transformers, found zeros",
+        write_times("zeros", 0),
+    ),
+    command("parity large", "loss and gradients: expected finite numbers in", write_times("large", 1e30)),
     generate("-p x --out no/such/folder", "expected a file in a folder that exists"),
     generate("--prompt-file prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
     generate("--prompt-file broken.jsonl", r"^broken\.jsonl:2: expected valid JSON", write_prompts),

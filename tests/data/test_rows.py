@@ -3,8 +3,10 @@
 import math
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.draws import drawn
@@ -14,6 +16,7 @@ from trilith.data.packing import pack
 from trilith.data.rows import SampleRows, WindowRows
 from trilith.data.sample_order import LONGEST_PERIOD, Interleave, ids_at, permute, positions_of
 from trilith.layers import IGNORE
+from trilith.training.run_data import separate_padding
 
 samples = st.lists(
     st.integers(1, 9).flatmap(
@@ -114,6 +117,13 @@ def test_the_way_rows_are_made_is_part_of_the_fingerprint_and_says_which_share_r
     ]
     assert [batches.shared for batches in made] == [True, False, True, False, True]
     assert several == [batches.shared for batches in made if batches.packed]
+
+
+@pytest.mark.parametrize(("changes", "apart"), [((), False), ({10}, False), ({9, 30}, True)])
+def test_padding_is_a_document_only_where_the_length_of_one_changes_the_angles(tmp_path, changes, apart):
+    batches = GlobalBatches(write(tmp_path / "chat", numbered(9), chat=True), 10, 1, 0, samples="single")
+    separate_padding(SimpleNamespace(rope_changes_at=changes), batches, None)
+    assert bool((batches.rows(0, range(9)).positions[:, 1:] == 0).any()) == apart
 
 
 lengths_in_a_room = st.integers(1, 40).flatmap(

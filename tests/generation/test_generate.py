@@ -1,5 +1,6 @@
 """Generation: transformers' tokens, the same in every layout, each row as if it were alone; and draws."""
 
+import sys
 from functools import cache
 from itertools import count
 
@@ -167,6 +168,15 @@ def test_no_stop_token_comes_before_the_least_number(greedy):
     for row in generate(model, PROMPTS, max_new_tokens=NEW, stop=stop, min_new_tokens=6):
         assert len(row) >= 6 and not stop & set(row[:6])
         assert len(row) == NEW or row[-1] in stop
+
+
+def test_a_row_that_has_ended_may_have_logits_that_are_not_finite(greedy, monkeypatch):
+    model, _ = greedy
+    chosen = iter([[1, 5], [-1, 6], [-1, 7]])
+    monkeypatch.setattr(
+        sys.modules[choose.__module__], "choose", lambda *words, **how: torch.tensor(next(chosen))
+    )
+    assert generate(model, [[3], [4]], max_new_tokens=3, stop={1}) == [[1], [5, 6, 7]]
 
 
 def test_a_row_ends_where_the_caller_says_so(greedy):

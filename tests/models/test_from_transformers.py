@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from support import any_table
 from support.any_model import LAYOUTS, InFp64, draw, family, observed, plain, prove, stepped, tiny
+from support.command_lines import call_command
 from support.nightly import some
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
@@ -18,6 +19,7 @@ from support.short_runs import losses, tiny_recipe, train, write_tokens
 from support.token_files import write_token_file
 from support.versions import of_proved_transformers
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import convert, differences, fingerprint, load, read_source
 from trilith.cli.app import run
 from trilith.layers import gather_logits
@@ -434,6 +436,18 @@ def declared(why, kind, changes, says, *, change=lambda call: call, **layout):
 
 def written(folder):
     write_token_file(folder / "tokens", [range(9)] * 9, vocab_size=9)
+    write_token_file(folder / "chats", [range(4)] * 9, [[0, 1, 1, 1]] * 9, vocab_size=9)
+
+
+def held_out_chats(folder):
+    model, held_out = {"config": tiny("gpt_neo", vocab_size=512)}, {"tokens": str(folder / "chats")}
+    check_run(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model, evaluation=held_out)))
+
+
+def model_and_chats(folder):
+    theirs = AutoConfig.for_model(**tiny("gpt_neo", vocab_size=512))
+    AutoModelForCausalLM.from_config(theirs).save_pretrained(folder / "m")
+    written(folder)
 
 
 def planned(why, kind, says, **changes):
@@ -495,6 +509,7 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     declared("quantized", "arcee", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     declared("no padding", "camembert", {"pad_token_id": None}, "pad_token_id: expected a token's number"),
     declared("blocks that are left out", "biogpt", {"layerdrop": 0.1}, "json: layerdrop: expected 0: all"),
+    declared("blocks of a decoder", "bart", {"decoder_layerdrop": 0.1}, "decoder_layerdrop: expected 0"),
     declared("an encoder", "bert", None, NOT_ALONE + "Set is_decoder"),
     declared("encoder and decoder", "bart", None, NOT_ALONE + ".* its decoder trains alone"),
     declared("three models", "musicgen", None, NOT_ALONE + PARTS),
@@ -532,6 +547,10 @@ test_what_is_not_read_or_would_be_computed_otherwise_is_refused = refusals(
     planned("chunks", "arcee", "memory.loss_chunk: expected 0 or auto", memory={"loss_chunk": 64}),
     planned("documents in a row", "gpt_neo", "data.tokens: expected one document a row: its attention is not",
             data={"documents": "separate"}),
+    Refused("held-out documents in a row", held_out_chats, "evaluation.tokens: expected one document a row",
+            given=written),
+    Refused("documents in a row to evaluate", lambda folder: call_command(folder, "evaluate", "m", "chats"),
+            "chats: expected one document a row: .* Eval", given=model_and_chats),
     planned("balance", "olmoe", "expected a model of the zoo: .*, found olmoe", experts={"balance": 0.1}),
     # First values that are not known.
     *(Refused(name, lambda folder, kind=kind: initialize(whole(kind), 3), f"{name}: expected an initial")

@@ -130,6 +130,15 @@ def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_in_the_place_of_a_folder_that_was_moved_a_status_is_written_anew(tmp_path):
+    with Heartbeat(tmp_path / "status", 0, 1) as beat:
+        (tmp_path / "status").mkdir()
+        beat.publish("now")
+        (tmp_path / "status").rename(tmp_path / "moved")
+        beat.end(0)
+        assert [status.code for status in read_status(tmp_path / "status", run="now")] == [0]
+
+
 def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_path):
     with Heartbeat(tmp_path, 1, 2) as slow, Heartbeat(tmp_path, 1, 2) as new:
         slow.publish("before")

@@ -100,7 +100,20 @@ def test_the_plan_is_the_peak_of_a_drawn_step(worker, number):
     assert abs(over_peak(worker, number)) <= EXACT
 
 
-SHARED = {"pipeline": 2, "data": 2}
+SHARED, REPLICATED = {"pipeline": 2, "data": 2}, {"data": 4, "zero": 3, "data_replicate": 2}
+
+
+def few_blocks(layout, length, reduce, *, offload=False):
+    rows = max(4, 2 * layout.get("data", 1))
+    raw = recipe_of("smollm2-135m", layout, rows, 1, length, {"offload": offload}) | {"reduce": reduce}
+    raw["model"]["config"] = {"num_hidden_layers": 4}
+    recipe = parse_recipe(raw)
+    return recipe, dry_run(recipe)
+
+
+def test_the_plan_bounds_the_peak_where_replicas_of_a_pipeline_sum_in_another_dtype(worker):
+    drawn = few_blocks(REPLICATED | {"pipeline": 2}, 1024, "bfloat16")
+    assert -BELOW <= over_peak_of(worker, *drawn) <= ABOVE
 
 
 @pytest.mark.parametrize(
@@ -112,15 +125,13 @@ SHARED = {"pipeline": 2, "data": 2}
         (SHARED | {"zero": 2}, "bfloat16", False),
         ({"data": 2}, "bfloat16", False),
         ({"data": 4, "zero": 1, "data_replicate": 2}, "bfloat16", False),
-        ({"data": 4, "zero": 3, "data_replicate": 2}, "bfloat16", False),
+        (SHARED, "bfloat16", False),
+        (REPLICATED, "bfloat16", False),
+        (REPLICATED, "bfloat16", True),
     ],
 )
 def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, reduce, offload):
-    rows = max(4, 2 * layout.get("data", 1))
-    raw = recipe_of("smollm2-135m", layout, rows, 1, 64, {"offload": offload}) | {"reduce": reduce}
-    raw["model"]["config"] = {"num_hidden_layers": 4}
-    recipe = parse_recipe(raw)
-    assert abs(over_peak_of(worker, recipe, dry_run(recipe))) <= EXACT
+    assert abs(over_peak_of(worker, *few_blocks(layout, 64, reduce, offload=offload))) <= EXACT
 
 
 @pytest.mark.slow  # ten minutes

@@ -123,6 +123,7 @@ def test_an_output_that_nobody_reads_any_more_is_no_error(lines):
     os.close(writer)
 
 
-def test_another_pipe_that_nobody_reads_is_an_error():
-    code, errors = run_into(subprocess.PIPE, "1", "other")
+@pytest.mark.parametrize("output", [subprocess.PIPE, subprocess.DEVNULL], ids=["read", "the null device"])
+def test_another_pipe_that_nobody_reads_is_an_error(output):
+    code, errors = run_into(output, "1", "other")
     assert code == 3 and errors.startswith("error: Broken pipe") and errors.count("\n") == 1
