@@ -56,15 +56,15 @@ class RankGradients:
         chunks = 0 < work.loss_chunk < work.batch.count
         self.of_head = max(work.loss_sums, work.compute) if chunks else work.compute
         copies, shards, _ = layout.data_sizes()
-        #: The bytes of a shard for each number of a group: of experts apart, or of others. A sum in another
-        #: dtype than the weights' is cast.
-        cast = work.reduce * (work.reduce != work.master) * (shards > 1)
-        each = 0.0 if work.offload else float(work.master + cast)
+        #: The bytes of a number's sum that is cast, because it is of another dtype than the weights.
+        self.cast_from = work.reduce * (work.reduce != work.master)
+        #: The bytes of a shard for each number of a group: of experts apart, or of others.
+        each = 0.0 if work.offload else float(work.master + self.cast_from * (shards > 1))
         self.shard = {experts: each / layout.data_sizes(experts)[1] for experts in (False, True)}
         #: Whether a buffer becomes the sum, or another one does. Where that is a copy, as of one shard, there
         #: is a third one between these, and torch lets go of the last gradient with the others.
         whole = shards == 1 and (not layout.zero or copies == 1)
-        self.in_place, self.in_three = whole and work.reduce == work.master, shards == 1 and not whole
+        self.in_place, self.in_three = whole and not self.cast_from, shards == 1 and not whole
         #: Whether a buffer stays that is not the gradient: with offload this is on the host.
         self.leaves_buffer = work.offload or not self.in_place
         #: What the blocks of each stage have.
@@ -101,9 +101,8 @@ class RankGradients:
 
         Of replicas FSDP keeps the sum until the next backward, also where the gradient is a cast of it.
         """
-        work = self.work
-        cast_from = work.reduce * (work.reduce != work.master) * work.layout.copies_shards
-        return 0 if work.offload else group.trained_stored * (work.master + cast_from)
+        number = self.work.master + self.cast_from * self.work.layout.copies_shards
+        return 0 if self.work.offload else group.trained_stored * number
 
     def buffer(self, stage: int, runs: Sequence[Run]) -> float:
         """Return the bytes of the buffer that the last sum of a stage's backward leaves: of the root, if the
