@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, TEMPERATURE, TOP_K, TOP_P, Strict
+from .shared.options import (
+    ADAPTER,
+    DEVICE,
+    DTYPE,
+    FORCE,
+    LARGEST_SEED,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Strict,
+)
 from .shared.parameters import As, Count, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
@@ -23,6 +34,7 @@ def generate(
     temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
     top_k: Annotated[int, Range(0), TOP_K] = 0,
     top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
+    repetition_penalty: Annotated[float, Range(0.0), REPETITION_PENALTY] = 1.0,
     seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own numbers"] = 0,
     stop: Annotated[list[str] | None, "text that ends a continuation; may be repeated"] = None,
     ignore_eos: Annotated[bool, "do not stop at the model's end tokens"] = False,

@@ -26,18 +26,24 @@ class Sampling:
 
     ``temperature`` 0 takes the likeliest token. Above 0 the token is drawn from the ``top_k`` likeliest
     tokens (0: all) and from the smallest set of tokens that holds ``top_p`` of the probability (Holtzman et
-    al. 2020).
+    al. 2020). Before all that, the logits of tokens that the row has already, its prompt included, are
+    divided by ``repetition_penalty`` where they are positive, and multiplied by it where they are negative
+    (Keskar et al. 2019).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         finite = 0 <= self.temperature < float("inf")
         require(finite, "generate", "temperature", "a number from 0 up", self.temperature)
         require(self.top_k >= 0, "generate", "top_k", "0 or more", self.top_k)
         require(0 < self.top_p <= 1, "generate", "top_p", "above 0 and at most 1", self.top_p)
+        penalty = self.repetition_penalty
+        finite = 0 < penalty < float("inf")
+        require(finite, "generate", "repetition_penalty", "a number above 0; 1 changes nothing", penalty)
 
 
 def choose(
@@ -46,13 +52,20 @@ def choose(
     *,
     uniform: Tensor | None = None,
     banned: Collection[int] = (),
+    present: Tensor | None = None,
 ) -> Tensor:
     """Choose one token id for each row, from logits (B, V); never one that is ``banned``. -1 stands for none,
     where the largest of a row's logits, by the temperature, is no finite number.
 
+    ``present`` (B, V), bool: the tokens that each row has already, which ``repetition_penalty`` is for.
+
     ``uniform`` (B), numbers from [0, 1), gives each row's draw in the cumulated probabilities: the same
     number gives the same token, on any device and whatever the other rows are.
     """
+    if present is not None:
+        penalty = sampling.repetition_penalty
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(present, penalized, logits)
     if banned:
         logits = logits.clone()
         logits[:, sorted(banned)] = float("-inf")
@@ -126,6 +139,11 @@ def generate(
     numbers = range(first, first + len(prompts)) if sampling.temperature else ()
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", number)) for number in numbers]
     texts: list[list[int]] = [[] for _ in prompts]
+    present_BV = None
+    if sampling.repetition_penalty != 1.0:
+        present_BV = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=device)
+        for present_V, prompt in zip(present_BV, prompts, strict=True):
+            present_V[[*prompt]] = True
     ended = [False] * len(prompts)
     with evaluating(model, head_in_loss=False), gathered_once(model):
         read = 0
@@ -139,7 +157,7 @@ def generate(
                 draws = [torch.rand(1, generator=g, dtype=torch.float64) for g in generators]
                 uniform_B = torch.cat(draws).to(device) if draws else None
                 banned = stop if number < min_new_tokens else ()
-                new_B = choose(logits_BV, sampling, uniform=uniform_B, banned=banned)
+                new_B = choose(logits_BV, sampling, uniform=uniform_B, banned=banned, present=present_BV)
             layout = model.state.layout
             if layout.pipeline > 1:
                 last = layout.rank_of_stage(layout.stages - 1)
@@ -159,6 +177,8 @@ def generate(
                 break
             read = tokens_BT.shape[1] if cached else 0
             new_B = new_B.clamp(min=0)  # a row that has ended may have none
+            if present_BV is not None:
+                present_BV.scatter_(1, new_B.unsqueeze(1), value=True)
             tokens_BT = torch.cat((tokens_BT, new_B.unsqueeze(1)), dim=1)
             positions_BT = torch.cat((positions_BT, positions_BT[:, -1:] + 1), dim=1)
             if cached and not model.rope_changes_at.isdisjoint(positions_BT[:, -1].tolist()):

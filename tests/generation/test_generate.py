@@ -59,23 +59,31 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_transformers_with_and_without_the_cache(name, folders):
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_greedy_is_transformers_with_and_without_the_cache(name, penalty, folders):
     theirs, ours = made(name), load(folders[name]).model
+    sampling = Sampling(repetition_penalty=penalty)
     expected = [
         theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=penalty,
         )[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
     assert len({token for row in expected for token in row}) > 20, "a test of few tokens over and over"
-    assert generate(ours, PROMPTS, max_new_tokens=NEW) == expected
-    assert generate(ours, PROMPTS, max_new_tokens=NEW, cached=False) == expected
-    assert [generate(ours, [prompt], max_new_tokens=NEW)[0] for prompt in PROMPTS] == expected
+    how = {"max_new_tokens": NEW, "sampling": sampling}
+    assert generate(ours, PROMPTS, **how) == expected
+    assert generate(ours, PROMPTS, **how, cached=False) == expected
+    assert [generate(ours, [prompt], **how)[0] for prompt in PROMPTS] == expected
 
 
 HOW = {
     "greedy": {},
-    "drawn": {"sampling": Sampling(1.0, top_k=50, top_p=0.95), "seed": 4},
+    "drawn": {"sampling": Sampling(1.0, top_k=50, top_p=0.95, repetition_penalty=1.3), "seed": 4},
     "stopped": {"sampling": Sampling(0.7), "stop": (9, 60, 31), "min_new_tokens": 3, "seed": 1},
 }
 
@@ -226,6 +234,7 @@ test_generate_refuses_bad_arguments = refusals(
             ("top_k", -1, "top_k: expected 0 or more"),
             ("top_p", 0.0, "top_p: expected above 0"),
             ("top_p", 1.5, "top_p: expected above 0"),
+            ("repetition_penalty", 0.0, "repetition_penalty: expected a number above 0"),
         )
     ),
     refused("unknown-stop", "below the model's vocab_size=131, found 200", [[1]], stop=(200,)),
