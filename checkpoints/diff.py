@@ -61,7 +61,7 @@ def _compare(a: LazyTensor, b: LazyTensor, seen: Seen | None) -> Iterator[Differ
     worst, largest, count = 0.0, 0.0, 0
     for x, y in zip(a.in_blocks(seen), b.in_blocks(seen), strict=True):
         # A scalar has bytes as well, after reshape.
-        same = x.dtype == y.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (x, y)))
+        same = x.dtype == y.dtype and torch.equal(*(z.reshape(-1).view(torch.uint8) for z in (x, y)))
         x, y = x.double(), y.double()
         largest = max(largest, _most(x))
         if not same:

@@ -116,12 +116,12 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     require(root.is_dir(), root, None, "a directory of checkpoints", actual, kind=BadCheckpoint)
     tries = _TRIES
     while True:
-        seen = {path.name for path in root.iterdir()}
+        listed = {path.name for path in root.iterdir()}
         try:
             return _newest(root, whole)
         except BadCheckpoint:
             tries -= 1
-            if not tries or seen == {path.name for path in root.iterdir()}:
+            if not tries or listed == {path.name for path in root.iterdir()}:
                 raise
 
 
@@ -154,8 +154,8 @@ def _newest(root: Path, whole: bool) -> Found:
     if checkpoint is not None:
         return replace(checkpoint, passed_over=tuple(passed_over))
     unfinished = sorted(name for name in names if finished_name(name) is not None)
-    seen = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
-    raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")
+    candidates = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
+    raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(candidates) or "none")
 
 
 def steps_at(folder: RemoteFolder) -> list[str]:
@@ -220,8 +220,8 @@ def newest_of_run(
     def look() -> tuple[str | None, tuple[str, ...]]:
         names = [] if state.rank or not root.is_dir() else sorted(path.name for path in root.iterdir())
         if not any(map(STEP_NAME.fullmatch, names)):
-            left = f"no checkpoint was ever completed ({', '.join(names)}): from the beginning"
-            return None, (left,) if names else ()
+            why = f"no checkpoint was ever completed ({', '.join(names)}): from the beginning"
+            return None, (why,) if names else ()
         newest = newest_checkpoint(root)
         return str(newest.directory), newest.passed_over
 

@@ -61,17 +61,17 @@ def load(
     Every byte of a checkpoint is compared with its checksum. Raises ``BadInput`` or ``BadCheckpoint``, the
     same on every rank, for a source of another model, and for an optimizer whose state is not there.
     """
-    here = state_of(model, state)
+    rank_state = state_of(model, state)
     if model is not None:
-        check_state(model, here, "load")
-    with nullcontext(path) if isinstance(path, Source) else newest_in(path, here) as place:
-        described = None if model is None else describe(model, here)
-        known: StoredAdapter | None = getattr(model, "adapter", None)
+        check_state(model, rank_state, "load")
+    with nullcontext(path) if isinstance(path, Source) else newest_in(path, rank_state) as place:
+        described = None if model is None else describe(model, rank_state)
+        model_adapter: StoredAdapter | None = getattr(model, "adapter", None)
 
         def chosen() -> list[Source]:
             if model is not None:
                 check_memory(model, "load")
-            sources = _sources(place, adapter, described, known, whole=not here.rank)
+            sources = _sources(place, adapter, described, model_adapter, whole=not rank_state.rank)
             if described is not None:
                 for source in sources:
                     _check_same(source, described)
@@ -79,30 +79,30 @@ def load(
                 _check_resumable(sources[-1], model, optimizer)
             return sources
 
-        sources = all_succeed(chosen, here)
+        sources = all_succeed(chosen, rank_state)
         first, last = sources[0], sources[-1]
         if model is None:
             model = last.family.build(first.model_config, state=state, device="cpu", dtype=dtype)
         for source in sources:
-            load_source(source, model, here)
+            load_source(source, model, rank_state)
         if isinstance(family := getattr(model, "family", None), AdaptedFamily) and first.adapter is None:
-            base = together(lambda: stored_adapter(family, first, whole=not here.rank), here)[0]
+            base = together(lambda: stored_adapter(family, first, whole=not rank_state.rank), rank_state)[0]
             model.__dict__["adapter"] = base
 
         def resumed() -> Progress:
             progress = _progress_of(last)
             if optimizer is not None:
-                _restore_optimizer(last, model, optimizer, here, progress.memory)
+                _restore_optimizer(last, model, optimizer, rank_state, progress.memory)
             return progress
 
-        return Loaded(**vars(all_succeed(resumed, here)), model=model)
+        return Loaded(**vars(all_succeed(resumed, rank_state)), model=model)
 
 
 def _sources(
     place: str | Source,
     adapter: str | Path | None,
     described: Described | None,
-    known: StoredAdapter | None,
+    model_adapter: StoredAdapter | None,
     *,
     whole: bool,
 ) -> list[Source]:
@@ -120,8 +120,8 @@ def _sources(
         todo = "Build it with adapted(family, lora), or let load build it"
         require(adapter is None, "load", "model", "one with adapters", "one without", todo)
         return [source]
-    if source.adapter is not None and adapter is None and known is not None:
-        check_same_base(source.adapter, known, source.path)
+    if source.adapter is not None and adapter is None and model_adapter is not None:
+        check_same_base(source.adapter, model_adapter, source.path)
         return [source]
     base, adapters = with_adapter(source, adapter, whole=whole)
     return [base] if adapters is None else [base, adapters]
@@ -132,8 +132,8 @@ def with_adapter(
 ) -> tuple[Source, Source | None]:
     """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``."""
     if adapter is not None:
-        base, here = source, implementation_of(source.config)
-        if (implementation := base_implementation(adapter) or here) != here:
+        base, own_implementation = source, implementation_of(source.config)
+        if (implementation := base_implementation(adapter) or own_implementation) != own_implementation:
             base = read_source(source.path, implementation=implementation)
     elif source.adapter is None:
         return source, None
@@ -153,9 +153,9 @@ def load_source(source: Source, model: nn.Module, state: ParallelState | None = 
     check_bytes(source, state)
 
     def fill_model() -> None:
-        (stated,) = source.described.declarations()
+        (declared,) = source.described.declarations()
         for name, tensor, box in stored_parts(places(model, state)):
-            if name in stated:
+            if name in declared:
                 fill(tensor, source.ours[name].read(box))
 
     all_succeed(fill_model, state)
@@ -222,9 +222,10 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
         raise BadInput(source.path, expected="LoRA adapters, which the model trains", found="a whole model")
     check_optimizer("load", model, optimizer, manifest.optimizer or adamw({}))
     stored = {TORCH[whole.dtype] for name, whole in source.catalog.items() if name.startswith("optimizer.")}
-    here = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if stored and here and stored != here:
-        names = (sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) for dtypes in (stored, here))
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if stored and trained and stored != trained:
+        both = stored, trained
+        names = (sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) for dtypes in both)
         expected, actual = map(", ".join, names)
         expected = f"{expected}, as the run's weights and moments are"
         todo = "Resume with that dtype, or start a new run from these weights"

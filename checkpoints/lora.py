@@ -89,8 +89,8 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     if source is None:
         return _peft_folder(path, base)
     if whole and source.adapter is not None and source.adapter.fingerprint is not None:
-        here = StoredAdapter(lora={}, base=str(base.path), fingerprint=fingerprint(base))
-        check_same_base(source.adapter, here, source.path)
+        of_base = StoredAdapter(lora={}, base=str(base.path), fingerprint=fingerprint(base))
+        check_same_base(source.adapter, of_base, source.path)
     return source
 
 
@@ -134,11 +134,11 @@ def read_converted(path: Path, source: Source) -> Source:
     return read_source(path, module=source.module, implementation=implementation_of(source.config))
 
 
-def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) -> None:
-    """Refuse adapters whose base is not the base ``here``."""
-    if trained.fingerprint not in (None, here.fingerprint):
+def check_same_base(trained: StoredAdapter, base: StoredAdapter, where: object) -> None:
+    """Refuse adapters that were trained on another base."""
+    if trained.fingerprint not in (None, base.fingerprint):
         expected = f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})"
-        actual = f"{here.base}, whose config or weights are others ({here.fingerprint})"
+        actual = f"{base.base}, whose config or weights are others ({base.fingerprint})"
         raise BadCheckpoint(where, "base", expected=expected, found=actual)
 
 
@@ -252,10 +252,10 @@ class Merge:
         return merged
 
     def _factors(self, holder: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        known: dict[str, tuple[Tensor, Tensor]] = self._held.__dict__
-        if holder not in known:
-            known.clear()
+        factors: dict[str, tuple[Tensor, Tensor]] = self._held.__dict__
+        if holder not in factors:
+            factors.clear()
             names = (f"{PEFT_PREFIX}{holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
             a, b = (self.adapter.hf[name].read().to(dtype) for name in names)
-            known[holder] = a, b
-        return known[holder]
+            factors[holder] = a, b
+        return factors[holder]

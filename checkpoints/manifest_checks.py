@@ -76,20 +76,20 @@ def check_model(source: Source) -> None:
     split = [n for n in stated_split if isinstance(n, int)] if isinstance(stated_split, list) else None
     try:
         described = source.described
-        (stated,) = described.declarations()
+        (declared,) = described.declarations()
         if manifest.module is None:  # a module states its own layout and no other
             described.declarations(manifest.layout, split=split)
     except BadInput as bad:
         raise BadCheckpoint(where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
     except ValidationError as bad:
         raise from_validation(where, bad, spelled="adapter.lora.{}".format, kind=BadCheckpoint) from None
-    wanted = {name: declaration.shape for name, declaration in stated.items()}
+    wanted = {name: declaration.shape for name, declaration in declared.items()}
     check_same_shapes(where, wanted, manifest.shapes())
     check_progress(manifest, where)
     wanted = {
         moment_name(moment, name): manifest.tensors[name].shape
         for moment, without in manifest.moments.items()
-        for name, declaration in stated.items()
+        for name, declaration in declared.items()
         if not declaration.buffer and name not in without
     }
     todo = f"The checkpoint is one of kind {manifest.kind!r}"
@@ -144,11 +144,11 @@ def check_progress(manifest: Manifest, where: object) -> None:
         return
     if manifest.step is None:
         raise BadCheckpoint(where, "step", expected="the step of a training run", found="none")
-    stated = manifest.state.get("memory")
-    if stated is None:
+    memory_numbers = manifest.state.get("memory")
+    if memory_numbers is None:
         return
     try:
-        memory = _Memory.model_validate_json(json.dumps(stated))
+        memory = _Memory.model_validate_json(json.dumps(memory_numbers))
     except ValidationError as error:
         raise from_validation(where, error, spelled="state.memory.{}".format, kind=BadCheckpoint) from None
     skipped = None if memory.skipped is None else sum(memory.skipped.values())

@@ -50,7 +50,7 @@ class Mirror:
         url, local = self.folder.url, self.folder.local
         if local is not None:
             check_outside(local, [root])
-            place, run = (Path(os.path.realpath(each)) for each in (local, root))
+            place, run = (Path(os.path.realpath(path)) for path in (local, root))
             inside = run in (place, *place.parents)  # check_outside sees no folder that is not there yet
             if inside or place in run.parents:
                 actual = "one in it" if inside else "one around it"

@@ -119,8 +119,8 @@ def model_tensors(
     unknown = rests - family.left_out(described.config, rests)
     extra = [name for name, rest in others.items() if rest in unknown]
     _check_names(where, names, extra, described, can_ignore=table is not None)
-    stated = described.declarations()[0] if family.adopted else {}  # the zoo has no integers
-    dtypes = {link.hf: stated[link.ours].dtype for link in links if stated}
+    declared = described.declarations()[0] if family.adopted else {}  # the zoo has no integers
+    dtypes = {link.hf: declared[link.ours].dtype for link in links if declared}
     for hf, name in ((hf, piece.stored) for hf, pieces in names.items() for piece in pieces):
         integer = dtypes.get(hf) == torch.int64
         types = (name_of(torch.int64),) if integer else WEIGHTS
@@ -147,9 +147,9 @@ def model_moments(where: Path, moments: Mapping[str, Catalog], names: Names) -> 
     """Return the moments of Hugging Face's tensors of these names; ``BadInput`` for one stored in part."""
     catalog = Catalog()
     for moment, stored in moments.items():
-        made = renamed(stored, names, where)
-        check_covered(where, made)
-        catalog |= {moment_name(moment, name): tensor for name, tensor in made.items()}
+        tensors = renamed(stored, names, where)
+        check_covered(where, tensors)
+        catalog |= {moment_name(moment, name): tensor for name, tensor in tensors.items()}
     return catalog
 
 

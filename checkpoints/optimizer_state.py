@@ -85,7 +85,8 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
     if stored.lr is not None:
         names = {parameter: name for name, parameter in trained.items()}
         for group in optimizer.param_groups:
-            _restore_rate(group, [names[each] for each in group["params"] if each in names], stored.lr)
+            named = [names[parameter] for parameter in group["params"] if parameter in names]
+            _restore_rate(group, named, stored.lr)
     options = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in trained.items():
         if parameter not in options:
@@ -140,7 +141,7 @@ def check_optimizer(
         raise BadInput(where, "optimizer", expected=expected, found="one of others", todo=todo)
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor):
         raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=kind)
-    if stored is not None and stored.kind not in {each.__name__ for each in type(optimizer).__mro__}:
+    if stored is not None and stored.kind not in {base.__name__ for base in type(optimizer).__mro__}:
         expected = f"{stored.kind}, which the checkpoint is of"
         raise BadInput(where, "optimizer", expected=expected, found=kind, todo=_ANEW)
 
@@ -184,7 +185,7 @@ def gather_optimizer(
 
     def here() -> dict[str, dict[str, Entry]]:
         check_optimizer(where, model, optimizer)
-        rates = {each: float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
+        rates = {weight: float(group["lr"]) for group in optimizer.param_groups for weight in group["params"]}
         entries: dict[str, dict[str, Entry]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

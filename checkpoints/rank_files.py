@@ -54,11 +54,11 @@ def stored_tensors(
     """
     tensors: dict[str, StoredTensor] = {}
     for pipeline, stage in enumerate(stages):
-        for name, stated in stage.items():
-            if not (stated.ends and pipeline):
-                stored = name_of(stated.dtype) if stated.dtype else dtype
-                grid = Grid.of(stated, layout, pipeline)
-                tensors[name] = StoredTensor(dtype=stored, shape=stated.shape, grid=grid)
+        for name, declaration in stage.items():
+            if not (declaration.ends and pipeline):
+                stored = name_of(declaration.dtype) if declaration.dtype else dtype
+                grid = Grid.of(declaration, layout, pipeline)
+                tensors[name] = StoredTensor(dtype=stored, shape=declaration.shape, grid=grid)
     still = frozen.union(*map(buffer_names, stages))
     trained = [name for name in tensors if name not in still]
     for moment, without in moments.items():
@@ -109,11 +109,11 @@ class Place:
 
 def places(model: nn.Module, state: ParallelState) -> list[Place]:
     """List every parameter of the model; the box is empty if this rank stores only padding of it."""
-    stated = declarations(model)
+    declared = declarations(model)
     rank_places = []
     for name, parameter in model.named_parameters():
-        box = stored_box(parameter, stated[name], state)
-        true = stated[name].true_part(box)
+        box = stored_box(parameter, declared[name], state)
+        true = declared[name].true_part(box)
         rank_places.append(Place(name, parameter, true, true != box))
     return rank_places
 
@@ -191,8 +191,8 @@ def checkpoint_files(directory: Path, manifest: Manifest) -> list[CheckpointFile
     for name, tensor in manifest.tensors.items():
         for part in tensor.parts:
             listed[part.file][name] = part.box
-    stated = zip(manifest.files, listed, strict=True)
-    return [CheckpointFile(directory / file.name, manifest, boxes) for file, boxes in stated]
+    files_and_boxes = zip(manifest.files, listed, strict=True)
+    return [CheckpointFile(directory / file.name, manifest, boxes) for file, boxes in files_and_boxes]
 
 
 def checkpoint_catalog(manifest: Manifest, files: Sequence[TensorFile]) -> Catalog:

@@ -58,11 +58,11 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
         expected = "adapters of a base that load filled"
         todo = "load(base, model) fills its base and keeps with the model which one it is"
         raise BadInput("save", "model", expected=expected, found="none", todo=todo)
-    (stated,) = described.declarations()
+    (declared,) = described.declarations()
 
     def here() -> tuple[list[str], dict[int, int]]:
         check_memory(model, "save")
-        mine = {name: parameter for name, parameter in model.named_parameters() if name in stated}
+        mine = {name: parameter for name, parameter in model.named_parameters() if name in declared}
         _check_storable(model, mine)
         parts: Sequence[Stage] = cast(Stage, model.stage).parts if described.module is None else ()
         frozen = [name for name, parameter in mine.items() if not parameter.requires_grad]
@@ -82,9 +82,9 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
 
 def _check_storable(model: nn.Module, stored: Mapping[str, nn.Parameter]) -> None:
     """Refuse what a checkpoint could not hold: persistent buffers, several dtypes."""
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in model.state_dict():
-        if name not in known:
+        if name not in names:
             todo = "register_buffer(..., persistent=False), or a declared parameter without gradient"
             raise BadInput("save", name, expected="parameters alone", found="a persistent buffer", todo=todo)
     for name, parameter in model.named_parameters():

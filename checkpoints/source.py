@@ -201,8 +201,8 @@ def read_source(
 
 def foreign_format(path: str | Path) -> Format | None:
     """Return another project's format (see ``Format.read``), if ``path`` is a checkpoint of a known one."""
-    known = Path(path).exists() and kind_of_folder(Path(path), SOURCES)[1] is FolderKind.OTHER
-    return format_of(Path(path)) if known else None
+    is_foreign = Path(path).exists() and kind_of_folder(Path(path), SOURCES)[1] is FolderKind.OTHER
+    return format_of(Path(path)) if is_foreign else None
 
 
 def _sharded(checkpoint: Found, implementation: Implementation) -> Source:

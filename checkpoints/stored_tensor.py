@@ -67,26 +67,26 @@ class Grid(StrictRecord):
     cuts: tuple[GridCut, ...] = ()
 
     @classmethod
-    def of(cls, stated: Declaration, layout: Layout, pipeline: int) -> Self:
+    def of(cls, declaration: Declaration, layout: Layout, pipeline: int) -> Self:
         """Return the grid of a parameter as the ranks of one pipeline rank store it between steps.
 
         Its parts are the boxes of ``Declaration.shard_box`` without padding, in the files of their owners.
         """
-        _, shards, experts = layout.data_sizes(stated.experts)
-        sizes, cuts = [*stated.held_shape(layout)], list[GridCut]()
+        _, shards, experts = layout.data_sizes(declaration.experts)
+        sizes, cuts = [*declaration.held_shape(layout)], list[GridCut]()
 
         def cut(dim: int, pieces: int, apart: int) -> None:
             if pieces > 1:
                 sizes[dim] = -(-sizes[dim] // pieces)
                 cuts.append(GridCut(dim=dim, rows=max(1, sizes[dim]), count=pieces, apart=apart))
 
-        if stated.experts:
+        if declaration.experts:
             cut(0, experts, layout.tensor)
-        if stated.cut is not None:
-            assert stated.cut.axis == "tensor", stated
-            cut(stated.cut.dim, layout.tensor, 1)
-        if not stated.buffer and sizes:
-            cut(stated.shard_dim(layout), shards, experts * layout.tensor)
+        if declaration.cut is not None:
+            assert declaration.cut.axis == "tensor", declaration
+            cut(declaration.cut.dim, layout.tensor, 1)
+        if not declaration.buffer and sizes:
+            cut(declaration.shard_dim(layout), shards, experts * layout.tensor)
         return cls(first=layout.first_rank(pipeline), cuts=tuple(cuts))
 
     def parts(self, shape: tuple[int, ...], within: Box | None = None) -> Iterator[tuple[int, Box]]:
@@ -216,12 +216,12 @@ class StoredTensor(StrictRecord):
             self.grid.check(where, name, self.shape, ranks)
 
     def _check_parts(self, where: object, name: str, files: int) -> None:
-        seen = set()
+        files_of_parts = set()
         for part in self.parts:
-            if part.file >= files or part.file in seen:
+            if part.file >= files or part.file in files_of_parts:
                 expected = f"one part in each file below {files}"
                 raise BadCheckpoint(where, shown(name), expected=expected, found=f"file {part.file}")
-            seen.add(part.file)
+            files_of_parts.add(part.file)
             bounds = zip(part.start, part.stop, strict=False)
             if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
                 start_and_stop = f"start {list(part.start)}, stop {list(part.stop)}"

@@ -70,9 +70,9 @@ def verifying(source: Source, *, threads: int = 2) -> Iterator[Seen]:
     A file that the block refuses is compared at once: damage may look like numbers that are not finite.
     """
     manifest = source.manifest
-    seen = {file: checksum_of(file) for file in source.files if manifest is not None or file.sums}
+    checksums = {file: checksum_of(file) for file in source.files if manifest is not None or file.sums}
     try:
-        yield seen
+        yield checksums
     except BadInput as error:
         for number, file in enumerate(source.files):
             if file.path == error.where:
@@ -80,10 +80,10 @@ def verifying(source: Source, *, threads: int = 2) -> Iterator[Seen]:
                 if manifest is not None:
                     verify_files(manifest, source.files, [number])
         raise
-    for file, checksum in seen.items():
+    for file, checksum in checksums.items():
         verify_sums(file, checksum)
     if manifest is not None:
-        verify(source.path, manifest, files=source.files, seen=seen, threads=threads)
+        verify(source.path, manifest, files=source.files, seen=checksums, threads=threads)
 
 
 def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> None:
@@ -117,7 +117,7 @@ def checksum_of(file: TensorFile) -> Checksum:
     return Checksum([begin for begin, *_ in file.sums] or (entry.begin for entry in file.tensors.values()))
 
 
-def verify_sums(file: TensorFile, seen: Checksum) -> None:
+def verify_sums(file: TensorFile, read_sums: Checksum) -> None:
     """Refuse a file of another project if its tensors' bytes have not the CRC-32 that it states.
 
     Bytes whose sums are in ``seen`` are not read again.
@@ -125,27 +125,27 @@ def verify_sums(file: TensorFile, seen: Checksum) -> None:
     if not file.sums:
         return
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        for _ in seen.read_gaps(fd, *((begin, end) for begin, end, _ in file.sums)):
+        for _ in read_sums.read_gaps(fd, *((begin, end) for begin, end, _ in file.sums)):
             pass
-    for begin, end, stated in file.sums:
-        if (crc := seen.of(begin, end)) != stated:
+    for begin, end, checksum in file.sums:
+        if (crc := read_sums.of(begin, end)) != checksum:
             key, todo = f"CRC-32 of bytes {begin:,} to {end:,}", _ALTERED
-            raise BadCheckpoint(file.path, key, expected=f"{stated:08x}", found=f"{crc:08x}", todo=todo)
+            raise BadCheckpoint(file.path, key, expected=f"{checksum:08x}", found=f"{crc:08x}", todo=todo)
 
 
 def verify_file(
     file: TensorFile,
     stored: StoredFile,
-    seen: Checksum,
+    read_sums: Checksum,
     progress: Callable[[int], None] = lambda read: None,
 ) -> dict[str, int]:
     """Check the CRC-32 of the whole file, then return that of each tensor's bytes."""
     entries = sorted(file.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     stretches = [(0, file.data_begin), *((entry.begin, entry.end) for _, entry in entries)]
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        for _, data in seen.read_gaps(fd, *stretches):
+        for _, data in read_sums.read_gaps(fd, *stretches):
             progress(len(data))
-    sums, whole = [seen.of(*stretch) for stretch in stretches], 0
+    sums, whole = [read_sums.of(*stretch) for stretch in stretches], 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
         whole = crc32_combine(whole, crc, end - begin)
     check_crc(file.path, stored, whole)
@@ -182,8 +182,8 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         if rank == 0:
             verify_companions(source.path, manifest)
         verify_files(manifest, source.files, range(rank, len(manifest.files), world))
-        stated = repr((manifest.step, manifest.files))  # grows with the ranks, so not sent as it is
-        return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
+        contents = repr((manifest.step, manifest.files))  # grows with the ranks, so not sent as it is
+        return source.path.name, hashlib.sha256(contents.encode()).hexdigest()
 
     opened = together(check, state)
     names = " and ".join(sorted({name for name, _ in opened}))

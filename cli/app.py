@@ -83,7 +83,7 @@ class _Command(_BareFlags, typer.core.TyperCommand):
         self._words = [*args]
         parameters = self.get_params(ctx)
         options = {name for parameter in parameters for name in parameter.opts}
-        arguments = {each.metavar for each in parameters if each.metavar}
+        arguments = {parameter.metavar for parameter in parameters if parameter.metavar}
         if not ctx.resilient_parsing and (refusal := what_to_type(args, options, arguments)):
             raise typer.BadParameter(refusal, ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
@@ -210,7 +210,7 @@ def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int
         words = _as_options(arguments)
         _check_text(words)
         overview = words in (["--help"], ["-h"]) and "_TRILITH_COMPLETE" not in os.environ
-        meant = tuple(each for each in commands if words[:1] == [get_command_name(each.__name__)])
+        meant = tuple(command for command in commands if words[:1] == [get_command_name(command.__name__)])
         program = _program(meant or tuple(commands), overview)
         # What an option sets for its command ends with the command.
         code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)

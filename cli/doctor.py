@@ -90,7 +90,7 @@ def _print_table(title: str, findings: "Sequence[Finding]") -> None:
     from ..runs.terminal import plain_console
 
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
-    rows = [(Text(each.level, colours[each.level]), each.check, each.found, each.todo) for each in findings]
+    rows = [(Text(row.level, colours[row.level]), row.check, row.found, row.todo) for row in findings]
     console = plain_console()
     console.print(table(title, ("", "check", "found", "what to do"), rows))
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}

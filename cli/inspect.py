@@ -46,8 +46,8 @@ def inspect(
         return
     folder = read_source(source, config=config, names=names)
     manifest = folder.manifest
-    (stated,) = folder.described.declarations()
-    fixed = buffer_names(stated)  # a router's bias is no parameter
+    (declared,) = folder.described.declarations()
+    fixed = buffer_names(declared)  # a router's bias is no parameter
     if manifest is None:
         fixed = frozenset(link.hf for link in folder.described.links()[0] if link.ours in fixed)
     parameters = sum(

@@ -65,7 +65,7 @@ def launch(
     job = job_of(
         loaded, recipe, overrides or [], system,
         nodes=nodes, ranks_per_node=ranks_per_node, name=name,
-        **{option: options[option] for each in SYSTEMS.values() for option in each.options},
+        **{option: options[option] for of_system in SYSTEMS.values() for option in of_system.options},
     )  # fmt: skip
     _check_model(loaded)
     path = out or Path(job.name + SYSTEMS[system].suffix)

@@ -76,8 +76,8 @@ def parity(
         length=sequence_length,
     )
     if question.dtype not in TOLERANCES:
-        known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in TOLERANCES)
-        raise BadInput("parity", "--dtype", expected=f"one of {known}", found=dtype)
+        dtypes = ", ".join(str(dtype_known).removeprefix("torch.") for dtype_known in TOLERANCES)
+        raise BadInput("parity", "--dtype", expected=f"one of {dtypes}", found=dtype)
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
     check(question)

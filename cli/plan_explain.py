@@ -131,7 +131,7 @@ def _command(name: str, topic: Topic, options: Mapping[str, tuple[Any, Any]]) ->
         for key, (hint, default) in options.items()
     ]
     shown.append(inspect.Parameter("called", kind, annotation=typer.Context))
-    command.__annotations__ = {each.name: each.annotation for each in shown}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     # typer reads the options from here; the type of a function does not state the attribute.
     command.__dict__["__signature__"] = inspect.Signature(shown)
     return command

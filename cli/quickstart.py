@@ -56,20 +56,20 @@ def quickstart(
 def standard_library(limit: int) -> Iterator[str]:
     """Yield the standard library's modules as texts, sorted by name, up to ``limit`` characters in all."""
     root = Path(sysconfig.get_path("stdlib"))
-    left = limit
+    room = limit
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
-        if left <= 0:
+        if room <= 0:
             return
         if "site-packages" in path.parts or "test" in path.parts:
             continue
         try:
-            text = path.read_text(encoding="utf-8")[:left]
+            text = path.read_text(encoding="utf-8")[:room]
         except (OSError, UnicodeDecodeError):
             continue
-        left -= len(text)
+        room -= len(text)
         if text:
             yield text
-    require(left != limit, root, None, "the sources of Python's standard library", "no readable .py file")
+    require(room != limit, root, None, "the sources of Python's standard library", "no readable .py file")
 
 
 VOCABULARY, LENGTH, STEPS = 2000, 96, 100

@@ -213,9 +213,9 @@ def _show(recipe: "Recipe", rank: int | None) -> "DryRun":
         unit, scale = unit_of(max(sent.wire for sent in shown.traffic))
         head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
         sent_rows = [
-            (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",
-             f"{each.wire / scale:,.2f}")
-            for each in shown.traffic
+            (row.axis, f"{row.ranks:,}", row.kind.replace("_", "-"), row.what, f"{row.count:,}",
+             f"{row.wire / scale:,.2f}")
+            for row in shown.traffic
         ]  # fmt: skip
         print_table(_table(f"collectives of rank {shown.rank}, a step", head, sent_rows))
     return planned

@@ -36,5 +36,6 @@ def train_tokenizer(
 
     check_place(out, inputs)
     check_inputs(inputs)
-    made = train(paragraphs_of(inputs, json_key), out, vocab_size=vocab_size, chat_template=chat_template)
-    say(f"{out}: {made.vocab_size:,} ids")
+    texts = paragraphs_of(inputs, json_key)
+    tokenizer = train(texts, out, vocab_size=vocab_size, chat_template=chat_template)
+    say(f"{out}: {tokenizer.vocab_size:,} ids")

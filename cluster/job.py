@@ -96,9 +96,9 @@ def job_of(
     ``BadInput`` if the ranks do not fill the hosts evenly, and for an option that the system's file cannot
     express.
     """
-    known = SYSTEMS[system].options
+    of_system = SYSTEMS[system].options
     asked = {option: value for option, value in options.items() if value or type(value) in (int, str)}
-    for option in [option for option in asked if option not in known]:
+    for option in [option for option in asked if option not in of_system]:
         able = " or ".join(name for name, other in SYSTEMS.items() if option in other.options)
         raise BadInput("launch", f"--{option.replace('_', '-')}", expected=able, found=system)
     world = recipe.layout.world
@@ -157,7 +157,7 @@ EXCLUDED_NODES = "excluded-nodes"
 def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:
     """Add node names to the list in ``folder``, each once, and return the list's path; old lines stay."""
     path = folder / EXCLUDED_NODES
-    known = read_text(path).splitlines() if path.exists() else []
-    lines = [*known, *(name for name in dict.fromkeys(names) if name not in known)]
+    excluded = read_text(path).splitlines() if path.exists() else []
+    lines = [*excluded, *(name for name in dict.fromkeys(names) if name not in excluded)]
     write_whole(path, "".join(f"{line}\n" for line in lines))
     return path

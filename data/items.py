@@ -30,7 +30,8 @@ class ItemBatches(SampleOrder):
         key: str = "data.module",
     ) -> None:
         self._key, self._sources, lengths = key, [source for source, _ in sources], list[int]()
-        self._fingerprints, self.sequence_length = [known for _, known in sources], sequence_length
+        self._fingerprints = [fingerprint for _, fingerprint in sources]
+        self.sequence_length = sequence_length
         for source in self._sources:
             length = asked(lambda source=source: len(source), key, "a data set with a length")
             require(length >= 1, "recipe", key, "a data set with at least one item", "none")
@@ -45,7 +46,7 @@ class ItemBatches(SampleOrder):
     def fingerprint(self) -> str:
         """Return what a manifest keeps: of each data set its file, arguments and length, and its share."""
         pairs = zip(self._fingerprints, self._lengths, strict=True)
-        return self._shared([f"{length} items of {known}" for known, length in pairs])
+        return self._shared([f"{length} items of {fingerprint}" for fingerprint, length in pairs])
 
     def rows(self, step: int, rows: range) -> dict[str, Tensor]:
         """Return these items, which follow one another, of the global batch of ``step``, on dim 0."""

@@ -73,7 +73,7 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
     require(len(header) >= _HEADER.size, where, "size", expected, len(header), "Copy it again")
     _, version, code, sequences, bounds = _HEADER.unpack(header)
     require(version == 1, where, "version", 1, version)
-    dtype = next((name for name, known in _CODES.items() if known == code), None)
+    dtype = next((name for name, dtype_code in _CODES.items() if dtype_code == code), None)
     if dtype is None:
         type_name = _TYPES[code] if code < len(_TYPES) else f"code {code}"
         raise BadInput(

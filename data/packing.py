@@ -67,29 +67,29 @@ class _Shelf:
         while count:
             at = bisect.bisect_left(self._left, length)
             if at == len(self._left):
-                each = self.room // length
-                new = -(-count // each)
+                in_row = self.room // length
+                new = -(-count // in_row)
                 self._put(self.room, np.arange(self.rows, self.rows + new, dtype=np.int64))
                 self.rows += new
                 continue
-            left = self._left.pop(at)
-            rows, each = np.concatenate(self._by_room.pop(left)), left // length
+            room = self._left.pop(at)
+            rows, in_row = np.concatenate(self._by_room.pop(room)), room // length
             # Best fit fills a row before it goes to the next: what is left of the fullest is fuller still.
-            full, rest = min(len(rows), count // each), 0
-            placed.append(np.repeat(rows[:full], each))
-            self._put(left - each * length, rows[:full])
-            count -= full * each
+            full, rest = min(len(rows), count // in_row), 0
+            placed.append(np.repeat(rows[:full], in_row))
+            self._put(room - in_row * length, rows[:full])
+            count -= full * in_row
             if count and full < len(rows):
                 rest, count = count, 0
                 placed.append(np.repeat(rows[full : full + 1], rest))
-                self._put(left - rest * length, rows[full : full + 1])
-            self._put(left, rows[full + bool(rest) :])
+                self._put(room - rest * length, rows[full : full + 1])
+            self._put(room, rows[full + bool(rest) :])
         return np.concatenate(placed)
 
-    def _put(self, left: int, rows: Ids) -> None:
-        if not len(rows) or not left:
+    def _put(self, room: int, rows: Ids) -> None:
+        if not len(rows) or not room:
             return
-        if left not in self._by_room:
-            bisect.insort(self._left, left)
-            self._by_room[left] = []
-        self._by_room[left].append(rows)
+        if room not in self._by_room:
+            bisect.insort(self._left, room)
+            self._by_room[room] = []
+        self._by_room[room].append(rows)

@@ -114,8 +114,8 @@ def permute(indices: ArrayLike, n: int, seed: int, epochs: ArrayLike, *, stream:
     positions = np.asarray(indices, dtype=np.int64)
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n), "an index is outside [0, n)"
     # All epochs at once: of little data, a large batch spans very many.
-    seen, which = np.unique(np.broadcast_to(np.asarray(epochs), positions.shape), return_inverse=True)
-    which, keys = which.ravel(), _round_keys(seed, seen.tolist(), stream)
+    distinct, which = np.unique(np.broadcast_to(np.asarray(epochs), positions.shape), return_inverse=True)
+    which, keys = which.ravel(), _round_keys(seed, distinct.tolist(), stream)
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
     values = _feistel(positions.astype(np.uint64).ravel(), half, keys, which)
     outside = np.flatnonzero(values >= n)
@@ -226,8 +226,8 @@ class SampleOrder(ABC):
         sources, draws = self._interleave.locate(positions_of(step, self.global_batch, rows))
         ids = np.empty_like(draws)
         for source in np.unique(sources):
-            here = sources == source
-            ids[here] = ids_at(draws[here], self._lengths[source], self.seed, stream=int(source))
+            of_source = sources == source
+            ids[of_source] = ids_at(draws[of_source], self._lengths[source], self.seed, stream=int(source))
         return sources, ids
 
     def _shared(self, fingerprints: Sequence[str]) -> str:
@@ -235,4 +235,4 @@ class SampleOrder(ABC):
         if len(fingerprints) == 1:
             return fingerprints[0]
         shares = zip(self._interleave.shares, fingerprints, strict=True)
-        return " + ".join(f"{share}/{self._interleave.period} of {each}" for share, each in shares)
+        return " + ".join(f"{share}/{self._interleave.period} of {name}" for share, name in shares)

@@ -149,14 +149,14 @@ def publish_tokens(
     ``hashes``: of the tokens, and of the targets if there are any. ``others`` has the places of files that
     are in the staging folder already, on the disk. ``facts``: what else the index states.
     """
-    made = staging.directory
-    with new_file(made / "documents") as file:
+    folder = staging.directory
+    with new_file(folder / "documents") as file:
         np.save(file, offsets, allow_pickle=False)
         file.flush()
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     checksums = b"".join(each.sums().tobytes() for each in hashes)
-    with new_file(made / "sums") as file:
+    with new_file(folder / "sums") as file:
         file.write(checksums)
     index = TokenIndex(
         version=VERSION,
@@ -168,7 +168,7 @@ def publish_tokens(
         **facts,
     )
     content = json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2)
-    with new_file(made / "index") as file:
+    with new_file(folder / "index") as file:
         file.write(f"{content}\n".encode())
     described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
     staging.publish_files({**others, **described})

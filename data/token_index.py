@@ -73,8 +73,8 @@ class TokenIndex(StrictRecord):
 
     def _seal(self) -> str:
         # An index without a tokenizer has the seal that it had before there was this key.
-        stated = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
-        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+        fields = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 _SUFFIXES = (".json", ".bin", ".docs.npy", ".targets", ".sums", ".idx")

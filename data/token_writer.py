@@ -72,7 +72,7 @@ class TokenWriter:
     ) -> None:
         self._paths, self._vocab_size = TokenPaths.of(name), vocab_size
         # Unlike ``Path.resolve``, this raises nothing for a loop of links, which is refused where it is used.
-        here = os.path.realpath(self._paths.name.parent)
+        folder = os.path.realpath(self._paths.name.parent)
         #: What the index states.
         self._facts = {
             "dtype": dtype_for(vocab_size),
@@ -80,7 +80,7 @@ class TokenWriter:
             "eos_id": eos_id,
             "bos_id": bos_id,
             "tokenizer_fingerprint": tokenizer_fingerprint,
-            "tokenizer": "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here),
+            "tokenizer": "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), folder),
         }
         self._template, self._job, self._megatron = template_sha256, job, megatron
         if megatron:
@@ -175,8 +175,8 @@ class TokenWriter:
             raise BadInput(self._paths.targets, "tokens to learn", expected=expected, found=actual, todo=todo)
         for open_file in self._files.values():
             sync(open_file)
-        made = self._staging.directory
-        lengths = np.fromfile(made / "lengths", dtype="<i8")
+        folder = self._staging.directory
+        lengths = np.fromfile(folder / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
         np.cumsum(lengths, out=offsets[1:])
         paths, places, targets = self._paths, {"tokens": self._paths.tokens}, None
@@ -190,7 +190,7 @@ class TokenWriter:
             )
             places["targets"] = paths.targets
         if self._megatron:
-            with new_file(made / "megatron") as file:
+            with new_file(folder / "megatron") as file:
                 write_megatron_index(file, offsets, self._dtype)
             places["megatron"] = paths.megatron
         hashes = [self._hashes[name] for name in self._names if name != "lengths"]

@@ -67,14 +67,14 @@ class T5(nn.Module):
     def __init__(self, vocab=31, dim=16, width=4, half=2, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.half, self.stage = half, tl.Stage.of(2 * half, state=state)
-        here = self.stage.blocks
+        own_blocks = self.stage.blocks
         if self.stage.first:
             self.embed = tl.VocabParallelEmbedding(vocab, dim, state=state)
         self.distances = nn.ModuleDict(
-            {str(i): Distances(dim // width, state) for i in (0, half) if i in here}
+            {str(i): Distances(dim // width, state) for i in (0, half) if i in own_blocks}
         )
-        self.blocks = nn.ModuleDict({str(i): Block(dim, width, i >= half, state) for i in here})
-        if half in here:
+        self.blocks = nn.ModuleDict({str(i): Block(dim, width, i >= half, state) for i in own_blocks})
+        if half in own_blocks:
             self.memory_norm = tl.RMSNorm(dim, state=state)
         if self.stage.last:
             self.norm, self.head = tl.RMSNorm(dim, state=state), tl.VocabParallelHead(dim, vocab, state=state)

@@ -98,11 +98,11 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
         configs[GENERATION_CONFIG] = read_json(file)
     for name, config in configs.items():
         value = config.get("eos_token_id")
-        stated = value if isinstance(value, list) else [value]
+        listed = value if isinstance(value, list) else [value]
         expected = "a token's number, a list of them or null"
-        fits = all(type(token_id) in (int, NoneType) for token_id in stated)
+        fits = all(type(token_id) in (int, NoneType) for token_id in listed)
         require(fits, source.path / name, "eos_token_id", expected, literal(value))
-        token_ids += stated
+        token_ids += listed
     # A reduced or freshly made model may name ids that it has no rows for.
     return frozenset(i for i in token_ids if i is not None and 0 <= i < source.model_config.vocab_size)
 
@@ -246,10 +246,10 @@ def run_generation(
     return ranks.run(partial(prepare, request, ranks.layout), work, asked=asked)
 
 
-def _is_ours(seen: bytes) -> bool:
+def _is_ours(contents: bytes) -> bool:
     """Tell whether a file begins and ends as the lines that ``_write_line`` writes, which may be long."""
-    ends = re.search(rb', "tokens": \d+, "finish": "(stop|length)"}\n\Z', seen)
-    return ends is not None and seen.startswith(b'{"prompt": ')
+    ends = re.search(rb', "tokens": \d+, "finish": "(stop|length)"}\n\Z', contents)
+    return ends is not None and contents.startswith(b'{"prompt": ')
 
 
 def _write_line(prompt: Prompt, row: Continuation, file: TextIO | None, write: Callable[[str], None]) -> None:

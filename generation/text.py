@@ -114,13 +114,13 @@ class Continuation:
             return ""
         self._open.append(token)
         text = self._tokenizer.decode(self._context + self._open)
-        seen = self._seen[: self._settled] + text[len(self._alone) :]
+        text_so_far = self._seen[: self._settled] + text[len(self._alone) :]
         first = max(self._before, self._settled - self._longest)
-        ends = [at for stop in self._texts if (at := seen.find(stop, first)) >= 0]
+        ends = [at for stop in self._texts if (at := text_so_far.find(stop, first)) >= 0]
         self.end = min(ends if self.end is None else [self.end, *ends], default=None)
         if text.endswith(_UNFINISHED):
             return ""
-        self._seen = seen
+        self._seen = text_so_far
         self._settle()
         end = (len(self._seen) if self.end is None else self.end) - self._before
         # The end may be the beginning of a stop text.

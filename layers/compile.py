@@ -32,8 +32,8 @@ def compile_blocks(
     # with gradients, without, in training and in evaluation.
     allow_graphs(4 * len(parts))
     for part in parts:
-        made = torch_compile(part.forward, fullgraph=True, backend=backend)
-        part.forward = or_plain(part.forward, made, type(part).__name__) if or_without else made
+        compiled = torch_compile(part.forward, fullgraph=True, backend=backend)
+        part.forward = or_plain(part.forward, compiled, type(part).__name__) if or_without else compiled
 
 
 def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:

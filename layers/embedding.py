@@ -49,8 +49,8 @@ class _Vocabulary(DeclaredModule):
         declare_parameter(self, "weight", declaration, self.state)
 
     def extra_repr(self) -> str:
-        here = f"here=({self.rows // self.state.tensor.size}, {self.embedding_dim})"
-        return f"{self.num_embeddings}, {self.embedding_dim}, padded={self.rows}, {here}"
+        of_rank = f"here=({self.rows // self.state.tensor.size}, {self.embedding_dim})"
+        return f"{self.num_embeddings}, {self.embedding_dim}, padded={self.rows}, {of_rank}"
 
 
 class VocabParallelEmbedding(_Vocabulary):

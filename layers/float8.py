@@ -46,16 +46,16 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
     model is compiled. Returns the names of the linear weights that do not use float8, because on this rank
     one of their sides is not a multiple of 16.
     """
-    left = []
+    unfit = []
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.cut_dim is not None:
             module.float8 = Float8(scaling, "columns" if module.cut_dim else "rows", module.state)
-            left += [
+            unfit += [
                 f"{name}.{output}".rstrip(".")
                 for output, part in module.parts.items()
                 if not fits(*part.here().shape)
             ]
-    return left
+    return unfit
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Float8:
         A weight with a side that is no multiple of 16 is multiplied as it is.
         """
         fitting = [weight for weight, _ in weights_and_biases if fits(*weight.shape)]
-        made = iter(_Products.apply(x, self, *fitting) if fitting else ())
+        in_float8 = iter(_Products.apply(x, self, *fitting) if fitting else ())
         outputs = []
         for weight, bias in weights_and_biases:
-            y = next(made) if fits(*weight.shape) else F.linear(x, weight)
+            y = next(in_float8) if fits(*weight.shape) else F.linear(x, weight)
             outputs.append(y if bias is None else y + bias)
         return outputs
 
@@ -89,8 +89,9 @@ class Float8:
         tops = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]
         if not cut or self.state.tensor.size == 1:
             return tops
-        here = torch.cat([top.flatten() for top in tops])
-        parts = engine.all_reduce(here, self.state.tensor.group, "max").split([top.numel() for top in tops])
+        rank_tops = torch.cat([top.flatten() for top in tops])
+        of_all = engine.all_reduce(rank_tops, self.state.tensor.group, "max")
+        parts = of_all.split([top.numel() for top in tops])
         return [part.view(top.shape) for part, top in zip(parts, tops, strict=True)]
 
 

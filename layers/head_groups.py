@@ -18,11 +18,11 @@ class HeadGroups:
     def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
         if heads % groups:
             raise BadInput("heads", "groups", expected=f"a divisor of {heads} heads", found=groups)
-        size, index, each = state.tensor.size, state.tensor.index, heads // groups
-        here = shared_units(heads, size, index)
+        size, index, group_size = state.tensor.size, state.tensor.index, heads // groups
+        rank_heads = shared_units(heads, size, index)
         self.groups, self.shared = groups, groups % size > 0
         self.held = shared_units(groups, size, index)
-        self.counts = [sum(head // each == group for head in here) for group in self.held]
+        self.counts = [sum(head // group_size == group for head in rank_heads) for group in self.held]
         self.even = len({*self.counts}) == 1
 
     def spread(self, x: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 def change_alike(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return ``change(x)``, a new tensor, which the host knows if it knows ``x``."""
-    changed, here = change(x), on_host(x)
-    if here is None or here is x or changed is x:
+    changed, host_numbers = change(x), on_host(x)
+    if host_numbers is None or host_numbers is x or changed is x:
         return changed
-    return _remember(changed, change(here).contiguous())
+    return _remember(changed, change(host_numbers).contiguous())
 
 
 def _remember(there: Tensor, numbers: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def on_host(x: Tensor) -> Tensor | None:
     numbers, version = _COPIES.get(x if x._base is None else x._base, (None, None))
     if numbers is None or version != x._version:
         return None
-    here: Tensor = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
-    return here
+    host_numbers: Tensor = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+    return host_numbers
 
 
 class HostNumbers:

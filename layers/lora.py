@@ -99,10 +99,10 @@ def factors_of(
     of_input = cut is not None and cut.dim == (last - 1 if transposed else last)
 
     def factor(shape: tuple[int, int], dim: int, cut_as_w: bool, initial: Initial) -> Declaration:
-        stated = replace(base, shape=(*stack, *shape), initial=initial)
+        declaration = replace(base, shape=(*stack, *shape), initial=initial)
         if cut is not None and cut_as_w:
-            return replace(stated, cut=replace(cut, dim=dim), partial=())
-        return replace(stated, cut=None, partial=whole)
+            return replace(declaration, cut=replace(cut, dim=dim), partial=())
+        return replace(declaration, cut=None, partial=whole)
 
     a = factor((r, width), last, of_input, Uniform(1 / sqrt(width)))
     return a, factor((features, r), last - 1, not of_input, Constant(0.0))
@@ -149,7 +149,7 @@ def add_adapter(layer: Any, adapter: LowRank, factors: Sequence[tuple[Declaratio
     places = [(adapter.a, adapter.a_name), *adapter.b.values()]
     if any(name in dict(part.named_parameters(recurse=False)) for part, name in places):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
-    stated = [factors[0][0], *(b for _, b in factors)]
-    for (part, name), declaration in zip(places, stated, strict=True):
+    declarations = [factors[0][0], *(b for _, b in factors)]
+    for (part, name), declaration in zip(places, declarations, strict=True):
         declare_parameter(part, name, declaration, layer.state)
     layer.adapters.append(adapter)

@@ -75,8 +75,8 @@ def token_losses(
     picked = _bounded(x_NV.gather(-1, target.unsqueeze(-1)), terms.logit_cap)[0].squeeze(-1)
     picked = picked.masked_fill(elsewhere, 0.0)
     if state.tensor.size > 1:
-        here, top = top, engine.all_reduce(top, state.tensor.group, "max")
-        sums = torch.stack([total * (here - top).exp(), picked, spread])
+        rank_top, top = top, engine.all_reduce(top, state.tensor.group, "max")
+        sums = torch.stack([total * (rank_top - top).exp(), picked, spread])
         total, picked, spread = engine.all_reduce(sums, state.tensor.group).unbind(0)
     log_total = total.log()
     # The differences come first: logits may be so large that a sum with them would lose the logarithm.

@@ -110,8 +110,8 @@ class _HeadsNorm(DeclaredModule):
         super().__init__(state)
         self.heads, self.head_dim, self.eps = heads, head_dim, eps
         shape = (heads * head_dim,) if self.flat else (heads, head_dim)
-        stated, self.rows_here = cut_units(shape, shape[0] // heads, True, self.state)
-        declare_parameter(self, "weight", replace(stated, initial=Constant(1.0)), self.state)
+        declaration, self.rows_here = cut_units(shape, shape[0] // heads, True, self.state)
+        declare_parameter(self, "weight", replace(declaration, initial=Constant(1.0)), self.state)
         size, index = self.state.tensor.size, self.state.tensor.index
         everywhere = [head for rank in range(size) for head in shared_units(heads, size, rank)]
         #: On how many ranks each head here is.

@@ -106,9 +106,9 @@ class ParallelLinear(DeclaredModule):
         for name, features in outputs.items():
             if name:
                 self.add_module(name, DeclaredModule(state))
-            weight, stated, rows = self._declare(features, units[name], name in shared)
-            weight, stated = replace(weight, initial=initial), replace(stated, initial=of_bias)
-            declare_product(self.parts[name], weight, stated if bias else None, rows)
+            weight, vector, rows = self._declare(features, units[name], name in shared)
+            weight, vector = replace(weight, initial=initial), replace(vector, initial=of_bias)
+            declare_product(self.parts[name], weight, vector if bias else None, rows)
 
     @property
     def parts(self) -> dict[str, DeclaredModule]:
@@ -154,10 +154,10 @@ class ParallelLinear(DeclaredModule):
         return outputs
 
     def extra_repr(self) -> str:
-        here = ", ".join(f"({len(part.here())}, {self._width})" for part in self.parts.values())
+        of_rank = ", ".join(f"({len(part.here())}, {self._width})" for part in self.parts.values())
         bias = all(part.bias is not None for part in self.parts.values())
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={bias}, here={here}"
+        return f"{sizes}, bias={bias}, here={of_rank}"
 
 
 class ColumnParallelLinear(ParallelLinear):

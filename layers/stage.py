@@ -58,10 +58,10 @@ def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=4096)  # a plan of many layouts asks for each many times
-def _of_rank(counts: tuple[int, ...], here: tuple[int, ...]) -> Stage:
-    """Return the stage of a rank that holds the stages ``here`` of these numbers of blocks."""
+def _of_rank(counts: tuple[int, ...], numbers: tuple[int, ...]) -> Stage:
+    """Return the stage of a rank that holds the stages ``numbers``, of these numbers of blocks."""
     stages = _all_stages(counts)
-    parts = tuple(stages[number] for number in here)
+    parts = tuple(stages[number] for number in numbers)
     if len(parts) == 1:
         return parts[0]
     blocks = tuple(block for part in parts for block in part.blocks)

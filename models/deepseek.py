@@ -36,9 +36,9 @@ class LatentAttentionConfig(GroupedExpertsConfig):
         self.require(self.num_key_value_heads == heads, where, "num_key_value_heads", expected)
         expected = f"at most {width}, the width of a query head"
         self.require(self.v_head_dim <= width, where, "v_head_dim", expected)
-        stated = raw.get("qk_head_dim", width)
+        qk_head_dim = raw.get("qk_head_dim", width)
         expected = f"{width}, as qk_nope_head_dim and qk_rope_head_dim add up to"
-        self.require(stated == width, where, "qk_head_dim", expected, stated)
+        self.require(qk_head_dim == width, where, "qk_head_dim", expected, qk_head_dim)
 
     @property
     def query_dim(self) -> int:

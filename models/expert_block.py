@@ -104,9 +104,9 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
         fits = experts % groups == 0 and experts >= 2 * groups
         expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
         self.require(fits, where, "n_group", expected, groups)
-        each = experts // groups
-        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={top_k}"
-        self.require(chosen <= groups and top_k <= each * chosen, where, "topk_group", expected, chosen)
+        group_size = experts // groups
+        expected = f"1 to {groups} groups of {group_size} that hold num_experts_per_tok={top_k}"
+        self.require(chosen <= groups and top_k <= group_size * chosen, where, "topk_group", expected, chosen)
 
     @property
     def groups(self) -> tuple[int, int]:

@@ -61,8 +61,8 @@ class FalconConfig(LlamaConfig):
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
         heads, new = self.num_attention_heads, self.new_decoder_architecture
-        each = new or self.multi_query or self.num_key_value_heads == heads
-        self.require(each, where, "num_key_value_heads", f"num_attention_heads={heads}")
+        grouped = new or self.multi_query or self.num_key_value_heads == heads
+        self.require(grouped, where, "num_key_value_heads", f"num_attention_heads={heads}")
         expected = "true: the new architecture has parallel branches only"
         self.require(self.parallel_attn or not new, where, "parallel_attn", expected)
         expected = "1 or null: two norms come with new_decoder_architecture"

@@ -144,13 +144,13 @@ class Gemma3Config(Gemma2Config, LayerRopesConfig):
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
-        kinds, stated = {"SLIDING_LOCAL": SLIDING, "GLOBAL": FULL}, raw.get(_PATTERN)
-        if stated is not None:
+        kinds, pattern = {"SLIDING_LOCAL": SLIDING, "GLOBAL": FULL}, raw.get(_PATTERN)
+        if pattern is not None:
             of_blocks = [self.kind(number) for number in range(self.num_hidden_layers)]
-            turns = [kinds.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
+            turns = [kinds.get(str(kind)) for kind in pattern] if isinstance(pattern, list) else []
             fits = turns and [turns[number % len(turns)] for number in range(len(of_blocks))] == of_blocks
             expected = "the types of blocks that layer_types or sliding_window_pattern states"
-            self.require(fits, where, _PATTERN, expected, stated)
+            self.require(fits, where, _PATTERN, expected, pattern)
 
 
 GEMMA3 = Family(

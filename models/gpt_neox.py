@@ -109,10 +109,10 @@ class GPTJConfig(GPT2Config):
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
-        width, stated = self.head_dim, raw.get("rotary_dim", self.rotary_dim)
+        width, rotary_dim = self.head_dim, raw.get("rotary_dim", self.rotary_dim)
         self.require(self.rotary_dim <= width, where, "rotary_dim", f"at most the width of a head, {width}")
         expected = "how many numbers of a head are rotated"
-        self.require(stated is not None, where, "rotary_dim", expected, None)
+        self.require(rotary_dim is not None, where, "rotary_dim", expected, None)
 
     def rotation(self, number: int) -> str:
         return "all"

@@ -70,8 +70,8 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
             ("experts_per_token", self.num_experts_per_tok),
             ("initial_context_length", original),
         ):
-            stated = raw.get(name, meant)
-            self.require(meant in (None, stated), where, name, f"{meant}, as stated elsewhere", stated)
+            value = raw.get(name, meant)
+            self.require(meant in (None, value), where, name, f"{meant}, as stated elsewhere", value)
 
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()  # without a rotation transformers would take its default

@@ -107,7 +107,7 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
             fields["layer_types"] = (LINEAR,) * min(count, MOST_BLOCKS)
         return super().prepare(fields, where)
 
-    def check_layer_types(self, stated: object, where: str) -> None:
+    def check_layer_types(self, layer_types: object, where: str) -> None:
         check_mixers(self, self.layer_types, where)
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:

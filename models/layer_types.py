@@ -24,13 +24,13 @@ class LayerTypesConfig(LlamaConfig):
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
         pattern, blocks = fields.get("sliding_window_pattern"), fields.get("num_hidden_layers")
-        stated = fields.get("layer_types") is not None
-        if not stated and isinstance(pattern, int) and isinstance(blocks, int) and pattern > 0:
+        has_types = fields.get("layer_types") is not None
+        if not has_types and isinstance(pattern, int) and isinstance(blocks, int) and pattern > 0:
             numbers = range(1, min(blocks, MOST_BLOCKS) + 1)
             fields["layer_types"] = tuple(SLIDING if number % pattern else FULL for number in numbers)
         return super().prepare(fields, where)
 
-    def check_layer_types(self, stated: object, where: str) -> None:
+    def check_layer_types(self, layer_types: object, where: str) -> None:
         kinds, blocks = self.layer_types, self.num_hidden_layers
         fits = not kinds or (len(kinds) == blocks and set(kinds) <= {SLIDING, FULL})
         self.require(fits, where, "layer_types", f"{SLIDING} or {FULL} for each of {blocks} blocks", [*kinds])
@@ -75,12 +75,12 @@ class LayerRopesConfig(LayerTypesConfig):
         fields = super().prepare(fields, where)
         fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
         both = fields.get("rope_local_base_freq"), local.get("rope_theta")
-        stated = [theta for theta in both if theta is not None]
-        if len(stated) == 2 and stated[0] != stated[1]:
-            name, expected = f"rope_parameters.{SLIDING}.rope_theta", f"rope_local_base_freq={stated[0]}"
-            raise BadInput(where, name, expected=expected, found=stated[1])
+        thetas = [theta for theta in both if theta is not None]
+        if len(thetas) == 2 and thetas[0] != thetas[1]:
+            name, expected = f"rope_parameters.{SLIDING}.rope_theta", f"rope_local_base_freq={thetas[0]}"
+            raise BadInput(where, name, expected=expected, found=thetas[1])
         theta = cls.LOCAL_THETA or fields.get("rope_theta") or cls.default("rope_theta")
-        fields["rope_local_base_freq"] = stated[0] if stated else theta
+        fields["rope_local_base_freq"] = thetas[0] if thetas else theta
         return fields
 
     def rotation(self, number: int) -> str | None:

@@ -71,12 +71,12 @@ class LlamaConfig(ModelConfig):
             check_factors(scaling, self.rotary_dim // 2, where, key)
         self.check_layer_types(raw.get("layer_types"), where)
 
-    def check_layer_types(self, stated: object, where: str) -> None:
+    def check_layer_types(self, layer_types: object, where: str) -> None:
         """Refuse a list of the blocks' types that is not true of this model."""
         kind = "full_attention" if self.window(0) is None else "sliding_attention"
         blocks = self.num_hidden_layers
-        same = stated is None or stated == [kind] * blocks
-        self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
+        same = layer_types is None or layer_types == [kind] * blocks
+        self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", layer_types)
 
     def rotation(self, number: int) -> str | None:
         return "all"
@@ -249,13 +249,13 @@ class SmolLM3Config(NoWindowsConfig):
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
-        stated, blocks = len(self.no_rope_layers), self.num_hidden_layers
-        fits = not stated or stated >= blocks
-        self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", stated)
+        length, blocks = len(self.no_rope_layers), self.num_hidden_layers
+        fits = not length or length >= blocks
+        self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", length)
 
     def rotation(self, number: int) -> str | None:
-        stated, interval = self.no_rope_layers, self.no_rope_layer_interval
-        return "all" if (stated[number] if stated else (number + 1) % interval) else None
+        rotated, interval = self.no_rope_layers, self.no_rope_layer_interval
+        return "all" if (rotated[number] if rotated else (number + 1) % interval) else None
 
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}

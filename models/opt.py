@@ -141,9 +141,9 @@ class OPT(CausalLM):
         """Return whether embeddings are of another width than hidden states."""
         return self.config.word_embed_proj_dim != self.config.hidden_size
 
-    def linear(self, width: int, made: int) -> ReplicatedLinear:
+    def linear(self, width: int, out_features: int) -> ReplicatedLinear:
         """Make a linear layer from one of the two widths to the other."""
-        return ReplicatedLinear(width, made, False, initial=self.config.initial, state=self.state)
+        return ReplicatedLinear(width, out_features, False, initial=self.config.initial, state=self.state)
 
     def add_embedding_modules(self) -> None:
         cfg = self.config

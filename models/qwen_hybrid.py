@@ -55,7 +55,7 @@ class DeltaNetConfig(Qwen3Config, PartialRotaryConfig):
     def further_blocks(self) -> int:
         return 1
 
-    def check_layer_types(self, stated: object, where: str) -> None:
+    def check_layer_types(self, layer_types: object, where: str) -> None:
         check_mixers(self, self.layer_types, where)
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:

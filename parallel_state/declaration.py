@@ -122,8 +122,8 @@ class Declaration:
         ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
         if self.cut is not None and self.cut.dim == 1:
             rows //= getattr(layout, self.cut.axis)
-        here = self.shape[0] // layout.expert
-        return int(here % ranks != 0 and rows % ranks == 0)
+        rank_experts = self.shape[0] // layout.expert
+        return int(rank_experts % ranks != 0 and rows % ranks == 0)
 
     def true_part(self, box: Box) -> Box:
         """Return the part of a box that is not padding; it is empty (zero rows) if all of it is padding."""
@@ -167,11 +167,11 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
     by_name = {}
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        stated = modules[path].__dict__.get("declared", {})
-        by_name[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
+        of_module = modules[path].__dict__.get("declared", {})
+        by_name[name] = of_module.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
     return by_name
 
 
-def buffer_names(stated: Mapping[str, Declaration]) -> frozenset[str]:
+def buffer_names(declared: Mapping[str, Declaration]) -> frozenset[str]:
     """Return the names of those parameters that no gradient changes, in any run."""
-    return frozenset(name for name, declaration in stated.items() if declaration.buffer)
+    return frozenset(name for name, declaration in declared.items() if declaration.buffer)

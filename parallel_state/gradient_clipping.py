@@ -26,10 +26,10 @@ class GradientClipping:
     ) -> None:
         self.state = state = alone_or(state)
         check_state(model, state, where)
-        stated, parameters = declarations(model), [*model.named_parameters()]
+        declared, parameters = declarations(model), [*model.named_parameters()]
         self._parameters = parameters
-        self._owned = {name: stated[name].owner(state.layout, state.at) for name, _ in parameters}
-        fixed = buffer_names(stated)
+        self._owned = {name: declared[name].owner(state.layout, state.at) for name, _ in parameters}
+        fixed = buffer_names(declared)
         inner = {promoted(parameter.dtype.to_real()) for name, parameter in parameters if name not in fixed}
         self._dtype = inner.pop() if len(inner) == 1 else torch.float32
         # The gradients' device (the host if they are offloaded), so that all ranks sum on the same kind.

@@ -40,8 +40,8 @@ class GradientSums:
     ) -> None:
         self.state = state = alone_or(state)
         check_state(model, state, where, averaged=averaged)
-        stated = declarations(model)
-        self._all = [(name, parameter, stated[name]) for name, parameter in model.named_parameters()]
+        declared = declarations(model)
+        self._all = [(name, parameter, declared[name]) for name, parameter in model.named_parameters()]
         # FSDP adds to a gradient without a change of the tensor that is the parameter's.
         self._added = int(state.layout.holds_alone and not fsdp_modules(model))
 
@@ -49,10 +49,10 @@ class GradientSums:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state, summed = self.state, list[Tensor]()
         if state.tensor.size > 1:
-            partial = [weight for _, weight, stated in self._all if "tensor" in stated.partial]
+            partial = [weight for _, weight, declaration in self._all if "tensor" in declaration.partial]
             summed += _sum_together(partial, state.tensor.group, reduce, self._added)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
-            tied = [weight for _, weight, stated in self._all if stated.ends]
+            tied = [weight for _, weight, declaration in self._all if declaration.ends]
             summed += _sum_together(tied, state.ends.group, reduce, self._added)
         # Not before: a gradient may be in both sums.
         _SUMMED.update((gradient, gradient._version) for gradient in summed)
@@ -87,8 +87,8 @@ def refuse_held_twice(model: nn.Module, state: ParallelState) -> None:
     Collective over the pipeline.
     """
     ranks: list[dict[str, bool]] = [{}] * state.layout.pipeline
-    here = {name: stated.ends for name, stated in declarations(model).items()}
-    dist.all_gather_object(ranks, here, group=state.pipeline.group)
+    own = {name: declaration.ends for name, declaration in declarations(model).items()}
+    dist.all_gather_object(ranks, own, group=state.pipeline.group)
     ends = {0} if state.layout.v_shape else {0, len(ranks) - 1}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         holders = [number for number, rank in enumerate(ranks) if name in rank]
@@ -146,12 +146,12 @@ _SUMMED: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 watch_steps(after=_SUMMED.clear)
 
 
-def _refuse_summed_twice(gradients: Iterable[Tensor], here: Iterable[Tensor], added: int) -> None:
+def _refuse_summed_twice(gradients: Iterable[Tensor], parts: Iterable[Tensor], added: int) -> None:
     """Refuse sums of what was summed before, alike on all ranks: a gradient that is the same tensor as then,
     changed at most as often as by a backward that ``added`` to it; what sets it to zero is a change more.
-    ``here``: this rank's part of each.
+    ``parts``: of each gradient, what this rank stores.
     """
-    for gradient, part in zip(gradients, here, strict=True):
+    for gradient, part in zip(gradients, parts, strict=True):
         # The host waits for the device only here: zeros may be summed again, of what this rank did not use.
         if gradient._version <= _SUMMED.get(gradient, -2) + added and bool(part.any()):
             raise BadInput(
@@ -228,9 +228,9 @@ def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def _first(names: Sequence[str], state: ParallelState | None) -> tuple[int, str]:
     """Return the first rank that has such a parameter, and the first such name there."""
-    here = next(iter(names), None)
+    first = next(iter(names), None)
     if state is None or state.layout.world == 1:
-        return 0, str(here)
+        return 0, str(first)
     everywhere: list[str | None] = [None] * state.layout.world
-    dist.all_gather_object(everywhere, here)
+    dist.all_gather_object(everywhere, first)
     return next((rank, name) for rank, name in enumerate(everywhere) if name is not None)

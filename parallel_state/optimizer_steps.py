@@ -41,20 +41,20 @@ def _refuse_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Para
     """
     of_all = isinstance(optimizer, torch.optim.LBFGS)
     by_pieces = isinstance(optimizer, torch.optim.Adafactor)
-    known = {
-        parameter: (name, stated[name].held_shape(state.layout), state.layout.pipeline)
+    names = {
+        parameter: (name, declared[name].held_shape(state.layout), state.layout.pipeline)
         for model, state in MODELS.items()
-        for stated in [declarations(model)]
+        for declared in [declarations(model)]
         for name, parameter in model.named_parameters()
     }
     meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
     kind = type(optimizer).__name__
     todo = f"{kind} updates an element by others too: take AdamW, say, or data ranks at zero=0"
     for number, parameter in enumerate(parameters):
-        name, whole, stages = known.get(parameter, (f"parameter {number}", parameter.shape, 1))
-        here = local_data(parameter).shape if by_pieces else parameter.shape
+        name, whole, stages = names.get(parameter, (f"parameter {number}", parameter.shape, 1))
+        shape = local_data(parameter).shape if by_pieces else parameter.shape
         for refused, expected, actual in (
-            (tuple(here) != tuple(whole), f"all of {'x'.join(map(str, whole))}", "a piece"),
+            (tuple(shape) != tuple(whole), f"all of {'x'.join(map(str, whole))}", "a piece"),
             (of_all and stages > 1, "all parameters of the model", f"those of one of {stages} stages"),
             (of_all and len(meshes) > 1, "all parameters on one mesh", f"{len(meshes)} meshes"),
         ):

@@ -116,17 +116,17 @@ def initialize(
     parameters of these names. The bits do not depend on the layout, on FSDP, or on the pipeline stage.
     """
     state = alone_or(state)
-    stated, modules = declarations(model), dict(model.named_modules())
+    declared, modules = declarations(model), dict(model.named_modules())
     drawn: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if among is not None and name not in among:
             continue
-        declaration = stated[name]
+        declaration = declared[name]
         box = stored_box(parameter, declaration, state)
         if isinstance(declaration.initial, Own):
             path, _, leaf = name.rpartition(".")
             if path not in drawn:
-                drawn[path] = own_values(modules[path], path, stated, seed_of(seed, path))
+                drawn[path] = own_values(modules[path], path, declared, seed_of(seed, path))
             own_part, true = _without_padding(local_data(parameter), box, declaration)
             own_part.copy_(drawn[path][leaf][true.slices])
             continue
@@ -172,50 +172,50 @@ def declare(
     """
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     if parameter is None:
-        known = [known for known, _ in module.named_parameters(recurse=False)]
-        raise BadInput(type(module).__name__, name, expected=f"a parameter among {known}", found="none")
+        names = [names for names, _ in module.named_parameters(recurse=False)]
+        raise BadInput(type(module).__name__, name, expected=f"a parameter among {names}", found="none")
     state = alone_or(state)
     shape = list(parameter.shape)
     if cut is not None:
         shape[cut.dim] *= getattr(state.layout, cut.axis)
-    stated = Declaration(tuple(shape), cut=cut, partial=partial, ends=ends, initial=initial)
-    stated.check(state.layout, name)
-    module.__dict__.setdefault("declared", {})[name] = stated
-    return stated
+    declaration = Declaration(tuple(shape), cut=cut, partial=partial, ends=ends, initial=initial)
+    declaration.check(state.layout, name)
+    module.__dict__.setdefault("declared", {})[name] = declaration
+    return declaration
 
 
 def own_values(
-    module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
+    module: nn.Module, path: str, declared: Mapping[str, Declaration], seed: int
 ) -> dict[str, Tensor]:
     """Return the whole parameters of ``module`` that its ``reset_parameters()`` makes, on the CPU in fp32.
 
-    ``stated``: the declarations, by the names that the parameters have in the whole model; ``path`` is the
+    ``declared``: the declarations, by the names that the parameters have in the whole model; ``path`` is the
     module's name there. Raises ``BadInput`` if the module has no ``reset_parameters``, or if that function
     does not change a parameter.
     """
-    here = dict(module.named_parameters(recurse=False))
-    names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}
+    parameters = dict(module.named_parameters(recurse=False))
+    names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in parameters}
     reset = getattr(module, "reset_parameters", None)
     todo = "Declare it (declare_parameter, or declare) with an initial, give its module reset_parameters, or "
     todo += "begin with weights (model.init_from in a recipe)"
     # The one of declared modules fills by initial values alone.
     if not callable(reset) or getattr(reset, "__func__", None) is DeclaredModule.reset_parameters:
-        leaf = next(parameter for parameter in here if stated[names[parameter]].initial == OWN)
+        leaf = next(parameter for parameter in parameters if declared[names[parameter]].initial == OWN)
         expected = "an initial, or reset_parameters() of its module"
         raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)
-    whole = {leaf: torch.full(stated[names[leaf]].shape, float("nan"), device="cpu") for leaf in here}
+    whole = {leaf: torch.full(declared[names[leaf]].shape, float("nan"), device="cpu") for leaf in parameters}
     try:
         for leaf, values in whole.items():
             setattr(module, leaf, nn.Parameter(values))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             reset()
-        drawn = {leaf: getattr(module, leaf).detach() for leaf in here}
+        drawn = {leaf: getattr(module, leaf).detach() for leaf in parameters}
     finally:
-        for leaf, parameter in here.items():
+        for leaf, parameter in parameters.items():
             setattr(module, leaf, parameter)
     for leaf, values in drawn.items():
-        if stated[names[leaf]].initial == OWN and bool(values.isnan().any()):
+        if declared[names[leaf]].initial == OWN and bool(values.isnan().any()):
             expected, actual = "every value set by reset_parameters()", "some that are not"
             raise BadInput("initialize", names[leaf], expected=expected, found=actual, todo=todo)
     return drawn

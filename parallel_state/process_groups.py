@@ -96,12 +96,12 @@ def start_process_group(device: torch.device, timeout: timedelta) -> None:
     """Start torch's default group from a launcher's variables; ``BadInput`` without them or a backend."""
     if device.type not in BACKENDS:
         raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
-    here = launched()
-    if here is None:
+    process = launched()
+    if process is None:
         todo = "Start with torchrun, or call torch.distributed.init_process_group first"
         expected = "torchrun's variables or a running process group"
         raise BadInput("environment", "RANK", expected=expected, found="neither", todo=todo)
-    os.environ.update(here.variables)  # torch reads no other launcher's
+    os.environ.update(process.variables)  # torch reads no other launcher's
     init_process_group(device, timeout)
 
 

@@ -260,7 +260,7 @@ class Pipeline:
 
 def neighbours(state: ParallelState) -> list[int]:
     """Return the other pipeline ranks whose stages come before or after one of this rank's, in order."""
-    layout, here = state.layout, state.at.pipeline
-    beside = {number + step for number in layout.stages_of(here) for step in (-1, 1)}
+    layout, own_rank = state.layout, state.at.pipeline
+    beside = {number + step for number in layout.stages_of(own_rank) for step in (-1, 1)}
     ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
-    return sorted(ranks - {here})
+    return sorted(ranks - {own_rank})

@@ -159,9 +159,9 @@ def _rows(
     for key, alike in rows_of.items():
         of[key] = slice(len(each), len(each) + len(alike))
         each += alike
-    here = layout.stages_of(rank)
-    borders = [other for stage in here for other in (stage - 1, stage + 1)]
-    sends = sum(0 <= border < layout.stages and border not in here for border in borders)
+    stages = layout.stages_of(rank)
+    borders = [other for stage in stages for other in (stage - 1, stage + 1)]
+    sends = sum(0 <= border < layout.stages and border not in stages for border in borders)
     return _Rows(each, np.array(each, dtype=float), of, [*last.values()], sends)
 
 
@@ -213,8 +213,8 @@ def _with_messages(
 
 def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tuple[_Key, _Row]]:
     """Yield each of a rank's actions that computes a loss or gradients, and what it holds then."""
-    here, last = layout.stages_of(rank), layout.stages - 1
-    place, size = {stage: number for number, stage in enumerate(here)}, len(here)
+    stages, last = layout.stages_of(rank), layout.stages - 1
+    place, size = {stage: number for number, stage in enumerate(stages)}, len(stages)
     now = [0] * (2 * size + 1)
     absent = tuple(range(size))
     for number, (kind, stage, arrives) in enumerate(events):

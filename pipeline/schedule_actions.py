@@ -81,15 +81,15 @@ def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool =
     ``apart``: with backwards in two parts (ZB1P of Qi et al. 2023), of which the second comes later.
     """
     own, total = stages // ranks, stages // ranks * count
-    each, order = count // max(1, count // ranks), list[Action]()
+    round_size, order = count // max(1, count // ranks), list[Action]()
 
     def in_order(kind: Kind, turns: range) -> list[Action]:
-        rounds = (range(count)[start : start + each] for start in range(0, count, each))
-        return [Action(kind, turn * ranks + rank, each) for part in rounds for turn in turns for each in part]
+        rounds = (range(count)[start : start + round_size] for start in range(0, count, round_size))
+        return [Action(kind, turn * ranks + rank, i) for part in rounds for turn in turns for i in part]
 
     forwards, up = in_order("F", range(own)), range(own - 1, -1, -1)
     backwards, weights = in_order("I" if apart else "B", up), in_order("W", up) if apart else []
-    ahead = (own - 1) * each + (2 if own > 1 and not apart else 1) * (ranks - 1 - rank)
+    ahead = (own - 1) * round_size + (2 if own > 1 and not apart else 1) * (ranks - 1 - rank)
     for number in range(-ahead, total + rank):
         order += forwards[ahead + number : ahead + number + 1]
         if number >= 0:
@@ -192,10 +192,10 @@ def walk(
     turns = [_turns(order, pipeline * virtual_stages, micro_batches) for order in orders]
     events: list[Event] = []
     done = [-2] * (2 * pipeline * virtual_stages * micro_batches + 1) + [-1]  # -2: not done so far
-    at, left = [0] * pipeline, [*range(pipeline)]
-    while left:
+    at, unfinished = [0] * pipeline, [*range(pipeline)]
+    while unfinished:
         before = len(events)
-        for rank in left:
+        for rank in unfinished:
             turn = turns[rank][at[rank]]
             for _, needs, _ in turn:
                 if done[needs] == -2:
@@ -206,7 +206,7 @@ def walk(
                     number, done[gives] = done[needs], len(events)
                     events.append(Event(action, rank, number, number >= 0 and events[number].rank != rank))
         assert len(events) > before, "a schedule that waits for itself"
-        left = [rank for rank in left if at[rank] < len(turns[rank])]
+        unfinished = [rank for rank in unfinished if at[rank] < len(turns[rank])]
     return tuple(events)
 
 

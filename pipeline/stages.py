@@ -148,21 +148,21 @@ class Stages:
         ``x``: what the stage before has sent; the first stage uses none.
         """
         received = split_sent(x, self.outputs[number - 1]) if number and x is not None else ()
-        made = self._run(number, received, micro_batch)
+        outputs = self._run(number, received, micro_batch)
         last = number == self.state.layout.stages - 1
-        return made if last else without_view(as_one(tensors_of(made)))
+        return outputs if last else without_view(as_one(tensors_of(outputs)))
 
     def forward(self, micro_batch: Samples) -> Any:
         """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
 
         Collective over the pipeline, in which ``fit`` comes first.
         """
-        layout, here, x = self.state.layout, self.state.at.pipeline, None
+        layout, own_rank, x = self.state.layout, self.state.at.pipeline, None
         if layout.pipeline == 1:
             return self._run(0, (), micro_batch)
         group = self.state.pipeline.group
         for number in self.parts:
-            if number and (before := layout.rank_of_stage(number - 1)) != here:
+            if number and (before := layout.rank_of_stage(number - 1)) != own_rank:
                 sent = sent_as(self.outputs[number - 1])
                 x = torch.empty(sent.shape, dtype=sent.dtype, device=self.state.device)
                 exchange([(dist.irecv, x, before)], group)
@@ -170,7 +170,7 @@ class Stages:
             if number == layout.stages - 1:
                 return output
             x = output.to(self.outputs[number][0].dtype)
-            if (after := layout.rank_of_stage(number + 1)) != here:
+            if (after := layout.rank_of_stage(number + 1)) != own_rank:
                 exchange([(dist.isend, x.contiguous(), after)], group)
         return None
 

@@ -38,8 +38,8 @@ def check_picture(out: Path, *, force: bool = False) -> None:
     check_output_file(out, ours=_is_picture, force=force)
 
 
-def _is_picture(seen: bytes) -> bool:
-    return seen.startswith((b"\x89PNG", b"<?xml", b"%PDF")) and _MARK.encode() in seen
+def _is_picture(contents: bytes) -> bool:
+    return contents.startswith((b"\x89PNG", b"<?xml", b"%PDF")) and _MARK.encode() in contents
 
 
 def draw_timetable(out: Path, title: str, table: Timetable, *, force: bool = False) -> None:

@@ -35,19 +35,19 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def evaluate(formula: str, known: Mapping[str, Any]) -> Any:
+def evaluate(formula: str, values: Mapping[str, Any]) -> Any:
     """Return the value of a formula, exact as far as it is rational: ``ceil`` would show a rounded digit."""
-    return _value(ast.parse(formula, mode="eval").body, known)
+    return _value(ast.parse(formula, mode="eval").body, values)
 
 
-def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
     match node:
         case ast.BinOp():
-            return _OPERATORS[type(node.op)](_value(node.left, known), _value(node.right, known))
+            return _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
         case ast.Call(ast.Name(function), arguments):
-            return FUNCTIONS[function](*(_value(argument, known) for argument in arguments))
+            return FUNCTIONS[function](*(_value(argument, values) for argument in arguments))
         case ast.Name(name):
-            return known[name]
+            return values[name]
         case ast.Constant(int() | float() as number):
             return Fraction(str(number))
     raise ValueError(f"no arithmetic: {ast.unparse(node)}")
@@ -57,17 +57,17 @@ def explain(inputs: Mapping[str, float], rows: Sequence[Sequence[str]]) -> tuple
     """Compute each row (symbol, formula, unit, meaning) but those with an empty formula, from ``inputs`` by
     their symbols and the rows before; return them, and the symbols that stand in some formula.
     """
-    known: dict[str, Any] = {symbol: Fraction(str(number)) for symbol, number in inputs.items()}
+    values: dict[str, Any] = {symbol: Fraction(str(number)) for symbol, number in inputs.items()}
     steps = []
 
     def number(word: re.Match[str]) -> str:
-        return word[0] if word[0] in FUNCTIONS else plain(float(known[word[0]]))
+        return word[0] if word[0] in FUNCTIONS else plain(float(values[word[0]]))
 
     for symbol, formula, unit, meaning in rows:
         if formula:
             numbers = _NAME.sub(number, formula)
-            known[symbol] = evaluate(formula, known)
-            steps.append(Step(symbol, meaning, formula, numbers, float(known[symbol]), unit))
+            values[symbol] = evaluate(formula, values)
+            steps.append(Step(symbol, meaning, formula, numbers, float(values[symbol]), unit))
     return steps, {name for step in steps for name in _NAME.findall(step.formula)}
 
 

@@ -85,7 +85,7 @@ def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
     resident = min(worst.resident, worst.bytes + worst.dropped + worst.missing)
     resting = total.trained_stored * work.master + total.fixed_bytes
     moments = 2 * total.trained_stored * work.master
-    here = 0 if work.offload else resting + moments
+    at_rest = 0 if work.offload else resting + moments
     plan = MemoryPlan(
         weights=0 if work.offload else resting,
         gathered=int(gathered),
@@ -95,7 +95,7 @@ def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
         pipeline=int(worst.messages),
         host=resting + moments + int(total.trained_stored * work.master) if work.offload else 0,
     )
-    rest = plan.total - here
+    rest = plan.total - at_rest
     at = {
         loss: int(max(peak.bytes + walk.gathered + walk.gradients.lasting - rest, 0))
         for loss, peak in walk.peaks.items()

@@ -98,11 +98,11 @@ def outputs_of(
         if rank not in stages:
             state = ParallelState.stand_in(layout, layout.first_rank(rank))
             stages[rank] = Stages(build(state), state)
-        here = stages[rank]
-        here.assume(outputs)
-        with shapes_only([here.model], batch), Recorder(), numbers_refused(), told(here.model):
+        of_rank, model = stages[rank], stages[rank].model
+        of_rank.assume(outputs)
+        with shapes_only([model], batch), Recorder(), numbers_refused(), told(model):
             zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in part.items()}
-            outputs.append(here.describe(number, zeros))
+            outputs.append(of_rank.describe(number, zeros))
     return outputs
 
 

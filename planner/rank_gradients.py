@@ -59,8 +59,8 @@ class RankGradients:
         #: The bytes of a number's sum that is cast, because it is of another dtype than the weights.
         self.cast_from = work.reduce * (work.reduce != work.master)
         #: The bytes of a shard for each number of a group: of experts apart, or of others.
-        each = 0.0 if work.offload else float(work.master + self.cast_from * (shards > 1))
-        self.shard = {experts: each / layout.data_sizes(experts)[1] for experts in (False, True)}
+        shard_bytes = 0.0 if work.offload else float(work.master + self.cast_from * (shards > 1))
+        self.shard = {experts: shard_bytes / layout.data_sizes(experts)[1] for experts in (False, True)}
         #: Whether a buffer becomes the sum, or another one does. Where that is a copy, as of one shard, there
         #: is a third one between these, and torch lets go of the last gradient with the others.
         whole = shards == 1 and (not layout.zero or copies == 1)

@@ -148,7 +148,7 @@ def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     named, blocks = dict(model.named_parameters()), unshared_blocks(model)
     paths = {module: path for path, module in model.named_modules()}
     block_of = {f"{paths[block]}.{name}": block for block in blocks for name, _ in block.named_parameters()}
-    members: dict[nn.Module, list[tuple[nn.Parameter, Declaration]]] = {each: [] for each in (model, *blocks)}
+    members = {module: list[tuple[nn.Parameter, Declaration]]() for module in (model, *blocks)}
     for name, declaration in declarations(model).items():
         if not state.layout.holds_alone:
             declaration.check_shared(name)

@@ -61,13 +61,13 @@ class RankWalk:
         message, layout = work.between_blocks if self.cut else 0, work.layout
         step = held_in_step(
             work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches, number,
-            tuple(stage.kept for stage in self.stages), tuple(stage.halfway for stage in self.stages),
-            message,
+            *(tuple(map(attrgetter(name), self.stages)) for name in ("kept", "halfway")), message,
         )  # fmt: skip
         instants = [(instant, self._is_last(instant)) for instant in step.heaviest]
         if work.micro_batches > 1 and self.gradients.in_last:
-            ends = step.last_backwards() if self.cut else [each for each, _ in instants if each.kind == "B"]
-            instants = [(each, last) for each, last in instants if not last or each.kind in "FI"]
+            backwards = [instant for instant, _ in instants if instant.kind == "B"]
+            ends = step.last_backwards() if self.cut else backwards
+            instants = [(instant, last) for instant, last in instants if not last or instant.kind in "FI"]
             instants += [(end, True) for end in ends]
         for instant, last in instants:
             place = self.here.index(instant.stage)
@@ -123,9 +123,9 @@ class RankWalk:
         buffers = self.buffers
         if self.absent:
             root = gradients.of_root(self.absent, self.here)
-            left = [other for other in self.absent if other != place]
-            self.of_root = root - gradients.of_root(left, self.here)
-            buffers = [each for number, each in enumerate(buffers) if number not in self.absent]
+            others = [other for other in self.absent if other != place]
+            self.of_root = root - gradients.of_root(others, self.here)
+            buffers = [buffer for number, buffer in enumerate(buffers) if number not in self.absent]
         self.before = self.left = max(buffers, default=0.0) * (self.work.micro_batches > 1)
         # The first sum is the gradient itself; of two micro-batches another end's second one may come before.
         few = few and not (self.parameters.ends and place in self.absent)
@@ -160,8 +160,8 @@ class RankWalk:
         """Return the bytes beside the kept ones in the forward of a stage's last block."""
         # In the last block's forward what the stage gives is not there yet; then it is.
         run = next((run for run in stage.runs if run.piece in stage.stage.blocks.values()), None)
-        made = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
-        return max(made - stage.exit - stage.output, 0 if self.cut else stage.logits)
+        forward = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
+        return max(forward - stage.exit - stage.output, 0 if self.cut else stage.logits)
 
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
@@ -249,8 +249,8 @@ class RankWalk:
         for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
             # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
             # received for the block before, until the weights are copied.
-            made = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
-            self.note(self.work.between_blocks - stage.kept + made + zero3 * 3 * stage.largest)
+            forward = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
+            self.note(self.work.between_blocks - stage.kept + forward + zero3 * 3 * stage.largest)
 
     def _experts(
         self, trace: Trace, most: float, came: float, waits: float, ahead: float, lasting: float, drops: bool
@@ -275,26 +275,26 @@ class RankWalk:
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:
         """Walk through the end of a backward: the embedding, and the sum of the root's gradients."""
-        made, parameters, gradients = self.made, self.parameters, self.gradients
+        itemsize, parameters, gradients = self.made, self.parameters, self.gradients
         # Autograd adds the two parts of a tied weight's gradient into a third tensor.
-        joined = parameters.tied * (2 * made + gradients.of_head)
-        embedding = (gradients.root - parameters.exit + parameters.tied) * made * (self.here[place] == 0)
+        joined = parameters.tied * (2 * itemsize + gradients.of_head)
+        embedding = (gradients.root - parameters.exit + parameters.tied) * itemsize * (self.here[place] == 0)
         if not gradients.each:
             if place in self.absent and gradients.adds:
                 self.missing -= self.of_root
-                cast = embedding * (made != gradients.sum)
+                cast = embedding * (itemsize != gradients.sum)
                 self.note(max(backward + cast, joined - parameters.tied * gradients.sum))
             else:
                 self.note(max(backward + waits * (not gradients.adds) + embedding, joined))
             if place in self.absent and not gradients.adds:
                 self.missing -= self.of_root
-                self.note(gradients.last * made)
+                self.note(gradients.last * itemsize)
             if not last or not gradients.in_last or len(self.summed) + 1 < len(self.stages):
                 return
         else:
             self.note(max(backward + waits, joined))
         # FSDP drops a group's weights before it sums its gradients.
         drops = self.zero == 3 or (last and self.gathers and not (self.cut and gradients.each))
-        self.dropped += parameters.root.here * made * drops
+        self.dropped += parameters.root.here * itemsize * drops
         self.left = self.last_sum = 0.0
         self.note(gradients.summed_root())

@@ -22,35 +22,35 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     walk.now += computed * walk.made * zero3
     before, missing = walk.now, walk.missing
     walk.note(max(walk.parameters.root.here, walk.parameters.most("here")) * walk.made * zero3)
-    start, made, adds = walk.now, 0.0, gradients.adds
+    start, gradients_so_far, adds = walk.now, 0.0, gradients.adds
     for piece, number, block in stage.in_two:
         part, grads = piece.second_part, piece.plain.gradients * (not adds)
         most = part.second_with_gradient if adds and not first else part.second_with_gradients
         for index in {0, number - 1}:
             walk.now = start - index * part.freed
-            walk.note(made + index * grads + most)
+            walk.note(gradients_so_far + index * grads + most)
         start -= number * part.freed
-        made += number * grads
+        gradients_so_far += number * grads
         if first and adds and block >= 0:
             walk.missing -= number * gradients.lasts(walk.parameters.group(block))
     walk.now = before - (stage.halfway + stage.kept)
-    made = (trained + exit) * walk.made
+    gradients_so_far = (trained + exit) * walk.made
     summing = last and gradients.in_last
     if not (gradients.each or summing or adds):
-        walk.note(made)
+        walk.note(gradients_so_far)
     if first:
         walk.missing = missing - gradients.lasts(gradients.stages[place])
         # FSDP's sum of the root makes what lasts of it.
         walk.missing -= 0 if gradients.each else walk.of_root
     if gradients.each:
         walk.left = 0.0
-        walk.note(made + largest * walk.work.reduce)
+        walk.note(gradients_so_far + largest * walk.work.reduce)
         if exit:
             walk.now -= computed * walk.made * zero3
             walk.last_sum = 0.0
             walk.note(gradients.summed_root())
     elif summing:
-        waits = 0 if adds else made - largest * walk.made
+        waits = 0 if adds else gradients_so_far - largest * walk.made
         # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
         beside = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
         walk.note(waits + largest * walk.work.reduce + beside)

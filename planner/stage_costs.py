@@ -75,8 +75,8 @@ class StageCost:
         """
         kinds: dict[tuple[Piece, Checkpointing, bool], list[int]] = {}
         for number, piece in self.blocks.items():
-            here: Checkpointing = mode if checkpointed(number, mode, checkpoint_every) else "none"
-            kinds.setdefault((piece, here, number in self.reached), []).append(number)
+            block_mode: Checkpointing = mode if checkpointed(number, mode, checkpoint_every) else "none"
+            kinds.setdefault((piece, block_mode, number in self.reached), []).append(number)
         return [Alike(numbers[0], len(numbers), *key) for key, numbers in kinds.items()]
 
 

@@ -67,11 +67,11 @@ class FunctionName:
 
 def _load(name: str, file: str) -> ModuleType:
     main = sys.modules["__main__"]
-    known = main if name == SCRIPT and _file_of(main) == file else sys.modules.get(name)
-    if known is not None and _file_of(known) == file:
-        return known
+    module_loaded = main if name == SCRIPT and _file_of(main) == file else sys.modules.get(name)
+    if module_loaded is not None and _file_of(module_loaded) == file:
+        return module_loaded
     try:
-        spec = importlib.util.find_spec(name) if known is None else None
+        spec = importlib.util.find_spec(name) if module_loaded is None else None
     except (ImportError, ValueError):
         spec = None
     if spec is not None and spec.origin is not None and str(Path(spec.origin).resolve()) == file:

@@ -80,11 +80,11 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         expected = f"a table, or a list of {count}, one a data set"
         uneven = several and len(section.arguments) != count
         yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
-    rows, stated = recipe.data, recipe.data.model_fields_set
-    unstated = rows.tokens is not None and "sequence_length" not in stated
+    rows, keys = recipe.data, recipe.data.model_fields_set
+    unstated = rows.tokens is not None and "sequence_length" not in keys
     yield Rule(unstated, "data.sequence_length", "the number of tokens in a row", "none")
     for key in ("documents", "samples", "overlong"):
-        idle = rows.module is not None and key in stated
+        idle = rows.module is not None and key in keys
         yield Rule(idle, f"data.{key}", "absent with data.module, whose items are rows", getattr(rows, key))
     if recipe.evaluation is not None:
         other = (recipe.evaluation.module is None) != (rows.module is None)
@@ -105,8 +105,8 @@ def _own_model(recipe: Recipe) -> Iterator[Rule]:
     yield Rule(recipe.loss is None, "loss", "the loss of model.module", "none", todo)
     optimizer, beside = recipe.optimizer, "absent beside model.module"
     for key in ("config", "size", "mtp"):
-        stated = getattr(model, key)
-        yield Rule(stated is not None, f"model.{key}", beside, stated)
+        setting = getattr(model, key)
+        yield Rule(setting is not None, f"model.{key}", beside, setting)
     expected, chosen = beside.replace("absent", "auto"), model.implementation
     yield Rule(chosen != "auto", "model.implementation", expected, chosen)
     yield Rule(recipe.lora is not None, "lora", f"{beside}, whose code may attach adapters", "one")

@@ -187,8 +187,8 @@ def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
         for name, kind in sections_of(model).items()
         if kind is not None and key in sections_of(kind)
     ]
-    if (known := COMMON_NAMES.get(key)) and known in sections_of(section):
-        return f"Nearest: {'.'.join([*sections, known])}"
+    if (common_name := COMMON_NAMES.get(key)) and common_name in sections_of(section):
+        return f"Nearest: {'.'.join([*sections, common_name])}"
     if elsewhere:
         return f"Nearest: {', '.join(elsewhere)}"
     all_keys = f"The keys of {'.'.join(sections)}: {', '.join(sections_of(section))}" if sections else ""
@@ -205,7 +205,7 @@ def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     return keys
 
 
-def nearest(key: str, known: Iterable[str], sections: Iterable[str] = ()) -> str:
+def nearest(key: str, keys: Iterable[str], sections: Iterable[str] = ()) -> str:
     """Return the hint to use those of the ``known`` keys of a section that are nearest to ``key``."""
-    names = [".".join([*sections, name]) for name in get_close_matches(key, list(known), n=3)]
+    names = [".".join([*sections, name]) for name in get_close_matches(key, list(keys), n=3)]
     return f"Nearest: {', '.join(names)}" if names else ""

@@ -141,11 +141,11 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
     started: its recipe was refused, or there is no such run.
     """
     folder = status_folder(run)
-    known = all_status(folder)
+    statuses = all_status(folder)
     if since is not None:
         begun = _changed(since)
-        known = [status for status in known if status.time >= begun]
-    if not known:
+        statuses = [status for status in statuses if status.time >= begun]
+    if not statuses:
         if since is None and not folder.is_dir():
             raise BadInput(run, expected="a run's folder", found=what_is_there(run), todo=NAME_A_RUN)
         if folder.is_dir():
@@ -155,8 +155,8 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
             run, "status", expected="a run's folder", found=f"no rank that started{when}",
             todo="What the command wrote to standard error says why",
         )  # fmt: skip
-    start = max(known, key=lambda status: status.time).run
-    ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
+    start = max(statuses, key=lambda status: status.time).run
+    ranks = sorted((status for status in statuses if status.run == start), key=lambda status: status.rank)
     last = _judged(ranks, first_failure(folder, run=start))
     return replace(last, text=last.text + _more_of(run, last.code))
 

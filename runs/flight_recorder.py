@@ -57,10 +57,10 @@ def write_record(folder: Path, rank: int) -> None:
 
 def _newest(record: dict[str, Any]) -> dict[str, Any]:
     """Leave out all but the last calls in each group."""
-    entries, seen = [], Counter[str]()
+    entries, counts = [], Counter[str]()
     for entry in reversed(record.get("entries", [])):
-        seen[str(entry["process_group"])] += 1
-        if seen[str(entry["process_group"])] <= _NEWEST:
+        counts[str(entry["process_group"])] += 1
+        if counts[str(entry["process_group"])] <= _NEWEST:
             entries.append(entry)
     return {"entries": entries[::-1]}
 
@@ -134,7 +134,7 @@ def _wait_sentence(
     records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, ...], number: int
 ) -> str:
     # Of a rank with two records, its own and NCCL's, one may have been written before the other: it waited.
-    here = {
+    last_calls = {
         rank: call
         for rank, calls in records.items()
         for call in sorted(calls, key=lambda call: not call.ended)
@@ -142,14 +142,14 @@ def _wait_sentence(
     }
     # torch names the groups of a device mesh by long hashes.
     where = f"collective {number} of ranks {list(ranks)}" + (f", group {group}" if len(group) < 20 else "")
-    if len({call.name for call in here.values()}) > 1:
-        calls = [f"rank {rank} calls {call.name} {call.shapes}" for rank, call in sorted(here.items())]
+    if len({call.name for call in last_calls.values()}) > 1:
+        calls = [f"rank {rank} calls {call.name} {call.shapes}" for rank, call in sorted(last_calls.items())]
         return f"{where} differs: {'; '.join(calls)}"
-    waiting = [rank for rank, call in sorted(here.items()) if not call.ended]
+    waiting = [rank for rank, call in sorted(last_calls.items()) if not call.ended]
     who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} wait"
-    absent = [_absent(records, rank, group, ranks) for rank in ranks if rank not in here]
+    absent = [_absent(records, rank, group, ranks) for rank in ranks if rank not in last_calls]
     whom = f" for {' and '.join(absent)}" if absent else ": all ranks have called it, so the network failed"
-    call = here[waiting[0]]
+    call = last_calls[waiting[0]]
     return f"{who} in {call.name} {call.shapes} ({where}){whom}"
 
 

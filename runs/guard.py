@@ -74,22 +74,23 @@ def blame(folder: Path, world: int, *, but: int, run: str, wait: float = _WAIT) 
 def _look(folder: Path, world: int, *, but: int, run: str, wait: float) -> dict[int, str]:
     began, first = time.monotonic(), None
     while True:
-        known = {status.rank: status for status in read_status(folder, run=run)}
+        statuses = {status.rank: status for status in read_status(folder, run=run)}
         # By the clock of the disk, as the beats are: those of hosts differ.
-        now = known[but].time if but in known else time.time()
+        now = statuses[but].time if but in statuses else time.time()
         first = now if first is None else first
-        accused = _accusations(known, world, but, now)
-        unheard = wait > 0 and any(status.unheard(first) for status in known.values() if status.rank != but)
+        accused = _accusations(statuses, world, but, now)
+        others = [status for status in statuses.values() if status.rank != but]
+        unheard = wait > 0 and any(status.unheard(first) for status in others)
         longest = wait + SILENT_AFTER if unheard else wait
         if accused or time.monotonic() - began >= longest:
             return accused
         time.sleep(_LOOK_EVERY)
 
 
-def _accusations(known: Mapping[int, RankStatus], world: int, but: int, now: float) -> dict[int, str]:
+def _accusations(statuses: Mapping[int, RankStatus], world: int, but: int, now: float) -> dict[int, str]:
     accused = {}
     for rank in set(range(world)) - {but}:
-        status = known.get(rank)
+        status = statuses.get(rank)
         if status is None:
             accused[rank] = f"rank {rank} never started"
         elif status.code and status.code != PREEMPTED and status.cause:

@@ -206,10 +206,10 @@ def this_start() -> str:
 
 
 def _read(path: Path) -> RankStatus:
-    stated = read_json(path)
-    if not fits(stated, RankStatus):
+    fields = read_json(path)
+    if not fits(fields, RankStatus):
         raise ValueError(f"{path}: not the status of a rank")
-    return RankStatus(**(stated | {"time": path.stat().st_mtime}))
+    return RankStatus(**(fields | {"time": path.stat().st_mtime}))
 
 
 def all_status(folder: Path) -> list[RankStatus]:

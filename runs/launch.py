@@ -49,8 +49,8 @@ _TO_LEAVE = 5.0
 
 def own_rank() -> int:
     """Return this process's rank among those that a launcher started; 0 if nobody started ranks."""
-    here = launched()
-    return here.rank if here else 0
+    process = launched()
+    return process.rank if process else 0
 
 
 def check_device(device: str) -> None:
@@ -108,12 +108,12 @@ def check_local(layout: Layout, *, device: str) -> None:
 def check_launch(layout: Layout, *, device: str) -> None:
     """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
     check_device(device)
-    here = launched()
-    layout.check_world(here.world if here else 1)
-    if device == "cuda" and here and here.local_rank >= torch.cuda.device_count():
+    process = launched()
+    layout.check_world(process.world if process else 1)
+    if device == "cuda" and process and process.local_rank >= torch.cuda.device_count():
         expected = f"one of the {torch.cuda.device_count()} CUDA devices of this machine, from 0"
         todo = 'Start fewer ranks on this host, or say device = "cpu"'
-        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=here.local_rank, todo=todo)
+        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=process.local_rank, todo=todo)
 
 
 @contextmanager
@@ -137,13 +137,13 @@ def process_group(
             found=f"one of {counted(dist.get_world_size(), 'rank')}",
             todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
         )  # fmt: skip
-    here, world, rank = launched(), layout.world, own_rank()
+    process, world, rank = launched(), layout.world, own_rank()
     mine = own_device(device)
     card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
-    store = join(here, card, timeout) if here else dist.HashStore()
+    store = join(process, card, timeout) if process else dist.HashStore()
     init_process_group(mine, timeout, store=store, rank=rank, world_size=world)
     failed = threading.Event()
-    if here:
+    if process:
         _leave_when(failed)
     try:
         yield ParallelState.start(layout, device=mine, timeout=timeout, files_timeout=files_timeout)
@@ -151,7 +151,7 @@ def process_group(
         failed.set()
         abandon_process_group(mine)
         raise
-    if here and rank == 0:
+    if process and rank == 0:
         tell_spares(store)
     dist.destroy_process_group()
 
@@ -178,7 +178,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     with tempfile.TemporaryFile("w+") as log:
         ranks = _start(arguments, world, run, store.port, stdin=lock, stderr=log)
         with handled_signals(pass_on):
-            killed = "".join(f"; {each}" for each in _wait(ranks, status, run))
+            killed = "".join(f"; {reason}" for reason in _wait(ranks, status, run))
         codes = [rank.returncode for rank in ranks]
         ended = [rank_status.code for rank_status in read_status(status, run=run)]
         if not any(codes) or ended == [0] * world:  # whatever became of a process behind its end

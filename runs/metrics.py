@@ -67,8 +67,8 @@ class StepMetrics:
                 todo = "Return a Python number, such as float(tensor)"
                 require(isinstance(figure, int | float), by, name, "a number", type(figure).__name__, todo)
                 own[name] = figure
-        known = {name: figure for name, figure in figures.items() if name not in own}
-        return replace(self, **known, own=own or None)
+        by_field = {name: figure for name, figure in figures.items() if name not in own}
+        return replace(self, **by_field, own=own or None)
 
     def line(self) -> dict[str, Any]:
         """Return the figures that are known, by name, as a line of ``metrics.jsonl`` has them."""
@@ -105,8 +105,8 @@ class StepLog:
                 self.close()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("a", encoding="utf-8")
-            known = {name: figure for name, figure in line.items() if figure is not None}
-            self._file.write(log_line(finite(known)) + "\n")
+            present = {name: figure for name, figure in line.items() if figure is not None}
+            self._file.write(log_line(finite(present)) + "\n")
             self._file.flush()
 
     def close(self) -> None:

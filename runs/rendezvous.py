@@ -26,15 +26,15 @@ _LEFT, _LONGEST = "left", timedelta(days=365)
 
 
 @quiet_libraries()
-def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
+def join(process: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     """Return the store for ``init_process_group``, once all ranks of torchrun's environment have come.
 
     ``card`` names facts that must be alike on all ranks (a recipe's hash, a version). Raises, the same on
     every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the
     ranks that differ and in what. Torch's own account of a failure, up to a hundred lines, is dropped.
     """
-    rank, world = here.rank, here.world
-    store = _shared(here, timeout)
+    rank, world = process.rank, process.world
+    store = _shared(process, timeout)
     store.set(f"card/{rank}", json.dumps(dict(card)))
     if rank == 0:
         verdict = _judge(store, world, timeout)
@@ -54,13 +54,13 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
 
 
 @quiet_libraries()
-def wait_as_spare(here: Launched, timeout: timedelta) -> None:
+def wait_as_spare(process: Launched, timeout: timedelta) -> None:
     """Wait, as a rank that the layout does not use, until the first rank has left; take no part in the run.
 
     If such a rank ended at once, torchrun would count it as finished and not start it again after a failure.
     Raises ``PeerFailed`` if the first rank does not come within ``timeout``.
     """
-    store = _shared(here, timeout)
+    store = _shared(process, timeout)
     with suppress(dist.DistError):  # the store is gone: so is the run
         store.wait([_LEFT], _LONGEST)
 
@@ -70,17 +70,17 @@ def tell_spares(store: dist.Store) -> None:
     store.set(_LEFT, "")
 
 
-def _shared(here: Launched, timeout: timedelta) -> dist.Store:
+def _shared(process: Launched, timeout: timedelta) -> dist.Store:
     """Return the store of this start; a restart by torchrun begins with an empty one."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"trilith/{restart}", open_store(here, timeout))
+    return dist.PrefixStore(f"trilith/{restart}", open_store(process, timeout))
 
 
-def open_store(here: Launched, timeout: timedelta) -> dist.Store:
+def open_store(process: Launched, timeout: timedelta) -> dist.Store:
     """Return torchrun's store, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
-    host, port = here.host, here.port
-    _check_name(here)
-    opens = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = process.host, process.port
+    _check_name(process)
+    opens = process.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError as error:
@@ -95,14 +95,14 @@ def open_store(here: Launched, timeout: timedelta) -> dist.Store:
         raise _bad("MASTER_ADDR", expected, f"{host}, which leads elsewhere") from error
 
 
-def _check_name(here: Launched) -> None:
+def _check_name(process: Launched) -> None:
     """Refuse a MASTER_ADDR that is unknown here: torch would try it until the timeout, and print pages."""
     try:
-        socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(process.host, process.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no name of a host"
         expected = "a host that this machine can find"
-        raise _bad("MASTER_ADDR", expected, f"{here.host!r} ({why})") from None
+        raise _bad("MASTER_ADDR", expected, f"{process.host!r} ({why})") from None
 
 
 def _bad(name: str, expected: str, found: str, todo: str = "") -> BadInput:

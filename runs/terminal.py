@@ -53,8 +53,8 @@ class Terminal:
         last = metrics.step + 1 == self._stop
         if (metrics.step + 1) % self.interval and not last and done and not metrics.skipped:
             return
-        left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else 0
-        time_left = timedelta(seconds=int(left)) if done else "-:--:--"
+        seconds = (time.monotonic() - self._began) * (self.steps - 1 - metrics.step)
+        time_left = timedelta(seconds=int(seconds / done)) if done else "-:--:--"
         parts = [
             f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}",
             f"loss {metrics.loss:.4f}",

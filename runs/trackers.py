@@ -78,7 +78,7 @@ class Trackers:
     ) -> None:
         self._say, self._running = say, list[_Running]()
         path = out / _IDENTITIES
-        known: dict[str, str] = read_json(path) if names and start and path.is_file() else {}
+        identities: dict[str, str] = read_json(path) if names and start and path.is_file() else {}
         self._accelerate: Any = None
         if names:
             from accelerate import PartialState
@@ -88,15 +88,15 @@ class Trackers:
         try:
             for name in names:
                 # One that knows the run has steps of it that it cannot drop.
-                last_logged = logged if name in known else start
-                tracker = _made(name, out, project, known, start)
+                last_logged = logged if name in identities else start
+                tracker = _made(name, out, project, identities, start)
                 self._begin(name, tracker, last_logged)
                 if name == "mlflow":
-                    known[name] = tracker.tracker.info.run_id
+                    identities[name] = tracker.tracker.info.run_id
                 if not start and name != "tensorboard":  # there it would show as a run of its own
                     tracker.store_init_configuration(dict(recipe))
-            if known:
-                write_whole(path, json.dumps(known))
+            if identities:
+                write_whole(path, json.dumps(identities))
             for other in others:
                 self._begin(str(getattr(other, "name", type(other).__name__)), other, logged)
                 if not start:
@@ -141,7 +141,7 @@ class Trackers:
             self._say(f"tracker {running.name} failed and gets nothing more: {type(error).__name__}: {error}")
 
 
-def _made(name: TrackerName, out: Path, project: str, known: dict[str, str], start: int) -> Any:
+def _made(name: TrackerName, out: Path, project: str, identities: dict[str, str], start: int) -> Any:
     """Return Accelerate's tracker, not yet started. ``known``: by which name each tracker knows the run."""
     from accelerate import tracking
 
@@ -149,8 +149,8 @@ def _made(name: TrackerName, out: Path, project: str, known: dict[str, str], sta
     if name == "tensorboard":
         return tracking.TensorBoardTracker(name, str(out), purge_step=start + 1)
     if name == "mlflow":  # gives runs their identity by itself
-        return tracking.MLflowTracker(project, run_name=title, run_id=known.get(name))
-    identity = known.setdefault(name, secrets.token_hex(4))
+        return tracking.MLflowTracker(project, run_name=title, run_id=identities.get(name))
+    identity = identities.setdefault(name, secrets.token_hex(4))
     if name == "wandb":
         return tracking.WandBTracker(project, name=title, id=identity, resume="allow", dir=str(out))
     return tracking.TrackioTracker(project, name=f"{title}-{identity}", resume="allow")

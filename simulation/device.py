@@ -175,10 +175,10 @@ def _on_host(func: Any, call: _Call) -> Any:
         return changed if func._schema.returns else None
     args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.to("meta"))
     shapes = tensors_in(func(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {})))
-    if all(made.numel() < LARGE for made in shapes):
+    if all(copies.numel() < LARGE for copies in shapes):
         return func(*call.args, **call.kwargs)
-    made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in shapes]
-    return made if "[]" in str(func._schema.returns[0].type) else made[0]
+    copies = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in shapes]
+    return copies if "[]" in str(func._schema.returns[0].type) else copies[0]
 
 
 def _copy(device: SimulatedDevice, call: _Call) -> Any:

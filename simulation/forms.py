@@ -48,19 +48,19 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     try:
         named = [(name, _form(value)) for name, value in kwargs.items()]
         key = mode is None, torch.get_default_dtype(), func, *map(_form, args), *named
-        known = _FORMS.get(key)
+        form_of_output = _FORMS.get(key)
     except TypeError:  # an argument that has no hash
         return _call(func, args, kwargs, fakes)
-    if known is None:
+    if form_of_output is None:
         out = _call(func, args, kwargs, fakes)
-        if (known := _known(kind, args, out, mode)) is not None:
-            _FORMS[key] = known
+        if (form_of_output := _known(kind, args, out, mode)) is not None:
+            _FORMS[key] = form_of_output
         return out
     if kind == "changes":
         return args[0]
-    several, parts = known
-    made = tuple(_make(part, mode) for part in parts)
-    return several(made) if several else made[0]
+    several, parts = form_of_output
+    outputs = tuple(_make(part, mode) for part in parts)
+    return several(outputs) if several else outputs[0]
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any) -> Any:
@@ -88,7 +88,7 @@ def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Se
     if kind == "changes":
         return (None, ()) if _is_own(args[0], mode) else None
     several = type(out) if isinstance(out, tuple | list) else None
-    known = {tensor.untyped_storage()._cdata for tensor in engine.tensors_in(args)}
+    storages = {tensor.untyped_storage()._cdata for tensor in engine.tensors_in(args)}
     parts = list[_Form | float | None]()
     for x in out if several else (out,):
         if x is None or isinstance(x, int | float):
@@ -97,9 +97,9 @@ def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Se
         if not (isinstance(x, Tensor) and _is_own(x, mode)):
             return None
         storage, form = x.untyped_storage(), _Form(x.shape, x.stride(), x.dtype, device_of(x))
-        if storage._cdata in known or storage.nbytes() != _bytes(form):
+        if storage._cdata in storages or storage.nbytes() != _bytes(form):
             return None
-        known.add(storage._cdata)
+        storages.add(storage._cdata)
         parts.append(form)
     return several, parts
 

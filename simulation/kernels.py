@@ -65,9 +65,9 @@ def _choice(name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if _ENTERED and (instead := _ENTERED[-1].get(name)) is not None:
-            made = instead(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+            out = instead(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         return composed.decompose(*args, **kwargs)
 
     return run

@@ -46,12 +46,12 @@ def block_kinds(family: Family, config: ModelConfig, set_up: SetUp | None = None
 
     ``set_up``: changes a model as a recipe says, by the names of its parameters.
     """
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     if set_up is None:
         model = family.on_meta(config)
     else:
         set_up(model := family.build(config))
-    return tuple(known.setdefault(signature(block), len(known)) for block in model.layers.values())
+    return tuple(numbers.setdefault(signature(block), len(numbers)) for block in model.layers.values())
 
 
 def one_block_of_each_kind(
@@ -110,10 +110,10 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     def block(self: Any, number: int) -> nn.Module:
         if number >= len(kinds):  # a block of multi-token prediction
             return whole.block(self, number)
-        made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
-        if kinds[number] not in made:
-            made[kinds[number]] = whole.block(self, number)
-        return made[kinds[number]]
+        block_of_kind: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
+        if kinds[number] not in block_of_kind:
+            block_of_kind[kinds[number]] = whole.block(self, number)
+        return block_of_kind[kinds[number]]
 
     model: type[CausalLM] = type(whole.__name__, (whole,), {"block": block})
     return replace(family, model=model)

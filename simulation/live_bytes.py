@@ -84,14 +84,14 @@ class LiveBytes(UncompiledMode):
             self._follow(tensor.untyped_storage())
 
     def __enter__(self) -> Any:
-        for known, storage in [*self._alive.values()]:
-            self._measure(known(), storage)
+        for entry, storage in [*self._alive.values()]:
+            self._measure(entry(), storage)
         resize = torch.UntypedStorage.resize_
 
         def resized(untyped: torch.UntypedStorage, size: int) -> Any:
             done = resize(untyped, size)
-            if (known := self._alive.get(id(untyped))) is not None:
-                self._measure(untyped, known[1])
+            if (entry := self._alive.get(id(untyped))) is not None:
+                self._measure(untyped, entry[1])
             return done
 
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
@@ -113,11 +113,11 @@ class LiveBytes(UncompiledMode):
         read = [*map(self._part, self._counted((*args, *kwargs.values())))]
         out = self._call(func, args, kwargs)
         self.at += 1
-        made, new, known = list[Part](), list[Storage](), {id(part.untyped) for part in read}
+        made, new, read_ids = list[Part](), list[Storage](), {id(part.untyped) for part in read}
         for tensor in self._counted(out):
             untyped = tensor.untyped_storage()
             # A view of what is not counted is not counted either.
-            if id(untyped) not in known and id(untyped) not in self._alive:
+            if id(untyped) not in read_ids and id(untyped) not in self._alive:
                 new.append(self._follow(untyped))
             made.append(self._part(tensor))
         for part in read:
@@ -128,8 +128,8 @@ class LiveBytes(UncompiledMode):
 
     def storage(self, tensor: Tensor) -> Storage | None:
         """Return what is known of a tensor's storage, if it is counted."""
-        known = self._alive.get(id(tensor.untyped_storage()))
-        return None if known is None else known[1]
+        entry = self._alive.get(id(tensor.untyped_storage()))
+        return None if entry is None else entry[1]
 
     def _counted(self, value: object) -> list[Tensor]:
         """Return what this rank stores of tensors that count, in nested lists, tuples and dicts."""
@@ -146,8 +146,8 @@ class LiveBytes(UncompiledMode):
         if 0 in strides:  # an expanded dim lies there once
             sizes = zip(tensor.shape, strides, strict=True)
             size = tensor.itemsize * prod(length for length, stride in sizes if stride)
-        known = self._alive.get(id(untyped))
-        return Part(size, int(tensor.storage_offset()), untyped, None if known is None else known[1])
+        entry = self._alive.get(id(untyped))
+        return Part(size, int(tensor.storage_offset()), untyped, None if entry is None else entry[1])
 
     def _follow(self, untyped: torch.UntypedStorage) -> Storage:
         key, storage = id(untyped), Storage(self.at)
@@ -166,9 +166,9 @@ class LiveBytes(UncompiledMode):
             self.peak = self.now
 
     def _forget(self, key: int, gone: object) -> None:
-        if (known := self._alive.pop(key, None)) is not None:
-            known[1].gone = self.at
-            self._change(known[1], 0)
+        if (entry := self._alive.pop(key, None)) is not None:
+            entry[1].gone = self.at
+            self._change(entry[1], 0)
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -147,12 +147,12 @@ def _of_weights(model: CausalLM, sequence_length: int) -> ModelFlops:
     """Count by the sizes of weights, of a model whose code is not ours: two for each number of a matrix, and
     of stacks of experts for the part that one token goes through; attention as if heads were as wide as D.
     """
-    config, stated = model.config, declarations(model)
+    config, declared = model.config, declarations(model)
 
     def count(names: Mapping[str, nn.Parameter], attention: float = 0.0) -> TokenFlops:
         matrices = trained = 0.0
         for name, parameter in names.items():
-            shape = stated[name].shape
+            shape = declared[name].shape
             if len(shape) >= 2:
                 share = config.experts_of_token / shape[0] if len(shape) == 3 else 1.0
                 matrices += 2.0 * prod(shape) * min(share, 1.0)
@@ -201,8 +201,8 @@ class Parameters:
 
 def parameters_of(model: nn.Module) -> Parameters:
     """Count the parameters of a whole model, which may be on the meta device."""
-    stated = declarations(model).items()
-    sizes = {name: prod(declaration.shape) for name, declaration in stated if not declaration.buffer}
+    declared = declarations(model).items()
+    sizes = {name: prod(declaration.shape) for name, declaration in declared if not declaration.buffer}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     idle = 0
     for mixture in (module for module in model.modules() if isinstance(module, MoE)):

@@ -53,4 +53,4 @@ class Piece:
         """Return the collectives of forward and backward, or those that a backward computes ``again``."""
         if self._silent:
             return ()
-        return tuple(each for each in self.under(mode).collectives if (each.phase == "again") == again)
+        return tuple(sent for sent in self.under(mode).collectives if (sent.phase == "again") == again)

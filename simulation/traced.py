@@ -37,8 +37,8 @@ class _Taken(torch.autograd.Function):
     """Take what a piece gives; its gradient is made in the backward, and nobody else holds it."""
 
     @staticmethod
-    def forward(ctx: Any, *made: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in made]
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in outputs]
         return torch.empty(())
 
     @staticmethod
@@ -87,19 +87,19 @@ def trace(
         else:
             inputs = [_Given.apply(anchor, make, recorder.end_chain) if reached else make()]
         first = recorder.storage(inputs[0])
-        made = tensors_in(run(inputs[0]))
+        outputs = tensors_in(run(inputs[0]))
         if not in_two:
             inputs.clear()
         recorder.end_chain()
-        size = sum(x.nbytes for x in made if recorder.storage(x) is not None)
+        size = sum(x.nbytes for x in outputs if recorder.storage(x) is not None)
         sizes = {"kept": recorder.now - size, "kept_input": 0 if first is None else first.size}
         instants = {"forward": [after - sizes["kept"] for after in recorder.after]}
         recorder.phase, start = "backward", recorder.at + 1
-        if any(x.requires_grad for x in made):
+        if any(x.requires_grad for x in outputs):
             if in_two:
                 # The graph of what follows keeps that of the piece.
-                follows = [x.grad_fn for x in made] if in_two == "followed" else []
-                groups, left, peaks = _first_part(recorder, made, inputs, weights, sizes["kept"])
+                follows = [x.grad_fn for x in outputs] if in_two == "followed" else []
+                groups, left, peaks = _first_part(recorder, outputs, inputs, weights, sizes["kept"])
                 sizes |= left
                 instants |= peaks
                 if follows:
@@ -109,8 +109,8 @@ def trace(
                     instants |= {name: before + of_second for name, of_second in peaks.items()}
                 del groups, follows
             else:
-                total = made.pop() if scalar else _Taken.apply(*made)
-                made.clear()
+                total = outputs.pop() if scalar else _Taken.apply(*outputs)
+                outputs.clear()
                 total.backward()
                 del total
                 of = parameters, others, of_apart
@@ -141,13 +141,13 @@ def _in_backward(
     """Return the bytes of the gradients, and those beside ``forward_bytes`` at each instant of a backward
     that began after the operator before ``start``.
     """
-    made: dict[int, Storage] = {}
+    gradients: dict[int, Storage] = {}
     for weight in (*parameters, *others):
         storage = None if weight.grad is None else recorder.storage(weight.grad)
         if storage is not None:
-            made[id(weight)] = storage
-    own = {made[id(weight)]: weight.nbytes for weight in parameters if id(weight) in made}
-    apart = {made[id(weight)] for weight in others if id(weight) in made}
+            gradients[id(weight)] = storage
+    own = {gradients[id(weight)]: weight.nbytes for weight in parameters if id(weight) in gradients}
+    apart = {gradients[id(weight)] for weight in others if id(weight) in gradients}
 
     def beside(leaving_out: set[Storage]) -> list[int]:
         return [after - forward_bytes for after in recorder.bytes(start, leaving_out)]
@@ -155,12 +155,13 @@ def _in_backward(
     bare = beside(apart | own.keys())
     with_gradient = [*bare]
     for weight in parameters:
-        if (storage := made.get(id(weight))) is not None:  # an operator may make gradients of several weights
+        # An operator may make gradients of several weights.
+        if (storage := gradients.get(id(weight))) is not None:
             for instant in range(max(storage.made - start, 0), summed[id(weight)] + 1 - start):
                 with_gradient[instant] += own[storage]
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
     sizes = {"gradients": sum(own.values())}
-    if experts := {made[id(weight)]: id(weight) for weight in separate if id(weight) in made}:
+    if experts := {gradients[id(weight)]: id(weight) for weight in separate if id(weight) in gradients}:
         without, all_made = beside(apart | experts.keys()), instants["with_gradients"]
         first = max(min(storage.made for storage in experts) - start, 1)
         last = max(summed[number] for number in experts.values()) - start
@@ -178,7 +179,7 @@ def _in_backward(
 
 def _first_part(
     recorder: Recorder,
-    made: list[Tensor],
+    outputs: list[Tensor],
     inputs: list[Tensor],
     weights: Sequence[nn.Parameter],
     forward_bytes: int,
@@ -187,18 +188,18 @@ def _first_part(
     holds at each instant.
     """
     start = recorder.at + 1
-    grads = [torch.empty_like(x) for x in made]
+    grads = [torch.empty_like(x) for x in outputs]
     reached = [x for x in inputs if x.requires_grad]
     trained = iter([weight for weight in weights if weight.requires_grad])
-    left = compute_input_gradients(made, grads, reached, trained)
-    size = sum(x.nbytes for x in made)
+    groups = compute_input_gradients(outputs, grads, reached, trained)
+    size = sum(x.nbytes for x in outputs)
     grads.clear()
-    made.clear()
+    outputs.clear()
     for x in reached:
         x.grad = None
     instants = [after - size - forward_bytes for after in recorder.bytes(start)]
     sizes = {"waiting": recorder.alive_since(start), "between": recorder.now - forward_bytes}
-    return left, sizes, {"first_part": instants}
+    return groups, sizes, {"first_part": instants}
 
 
 def _second_part(
@@ -207,15 +208,15 @@ def _second_part(
     """Run the second part of a backward in two; return what it frees, and what it holds at each instant
     beside what the first one left.
     """
-    start, left = recorder.at + 1, recorder.now
+    start, before = recorder.at + 1, recorder.now
     compute_weight_gradients(weights, groups)
-    made = [recorder.storage(weight.grad) for weight in weights if weight.grad is not None]
-    grads = sorted({each for each in made if each is not None}, key=lambda storage: storage.made)
-    with_all = [size - left for size in recorder.bytes(start)]
-    with_one = [size - left for size in recorder.bytes(start, grads)]
+    storages = [recorder.storage(weight.grad) for weight in weights if weight.grad is not None]
+    grads = sorted({storage for storage in storages if storage is not None}, key=lambda storage: storage.made)
+    with_all = [size - before for size in recorder.bytes(start)]
+    with_one = [size - before for size in recorder.bytes(start, grads)]
     ends = [*(after.made for after in grads[1:]), recorder.at + 1]
     for storage, until in zip(grads, ends, strict=False):  # a frozen piece has none
         for instant in range(storage.made - start, until - start):
             with_one[instant] += storage.size
-    freed = left - recorder.now + sum(storage.size for storage in grads)
+    freed = before - recorder.now + sum(storage.size for storage in grads)
     return freed, {"second_with_gradient": with_one, "second_with_gradients": with_all}

@@ -76,8 +76,8 @@ def _ends(tensor: Tensor, inside: Locals) -> list[int]:
 
 def _table(tensor: Tensor, inside: Locals) -> list[list[list[int]]]:
     """Let each expert have as many tokens as the next, and this rank receive what it sends."""
-    each, here = _spread(inside["flat"].numel(), inside["num_experts"]), inside["here"]
-    sent = [each[at : at + here] for at in range(0, len(each), here)]
+    tokens, rank_experts = _spread(inside["flat"].numel(), inside["num_experts"]), inside["rank_experts"]
+    sent = [tokens[at : at + rank_experts] for at in range(0, len(tokens), rank_experts)]
     return [sent, sent]
 
 

@@ -49,22 +49,22 @@ def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[Non
         for module in {id(inner): inner for outer in modules for inner in outer.modules()}.values():
             places: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for place in places:
-                for name, known in place.items():
-                    if known is None:
+                for name, tensor in place.items():
+                    if tensor is None:
                         continue
-                    if id(known) not in fakes:
-                        fakes[id(known)] = _fake(known, batch)
-                    stack.callback(place.__setitem__, name, known)
-                    place[name] = fakes[id(known)]
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake(tensor, batch)
+                    stack.callback(place.__setitem__, name, tensor)
+                    place[name] = fakes[id(tensor)]
         yield
 
 
-def _fake(known: Tensor, batch: MicroBatch) -> Tensor:
-    shape = local(known).shape
-    if not isinstance(known, nn.Parameter) or not known.is_floating_point():
-        made = torch.empty(shape, dtype=known.dtype, device=device_of(batch))
-        return nn.Parameter(made, requires_grad=False) if isinstance(known, nn.Parameter) else made
-    return nn.Parameter(empty(shape, batch), requires_grad=known.requires_grad)
+def _fake(tensor: Tensor, batch: MicroBatch) -> Tensor:
+    shape = local(tensor).shape
+    if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        fake = torch.empty(shape, dtype=tensor.dtype, device=device_of(batch))
+        return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return nn.Parameter(empty(shape, batch), requires_grad=tensor.requires_grad)
 
 
 def _numbers(tensor: Tensor) -> Any:

@@ -88,8 +88,8 @@ class LazyTensor:
             parts += [(piece.box, piece.of(numbers, hull.start), file.path) for piece in pieces]
         if not parts:
             return torch.empty(box.shape, dtype=TORCH[self.dtype])  # all of it is padding
-        made = [(part, numbers) for part, numbers, _ in parts]
-        out, _ = join(box, made, lambda dtype: torch.empty(box.shape, dtype=dtype))
+        read = [(part, numbers) for part, numbers, _ in parts]
+        out, _ = join(box, read, lambda dtype: torch.empty(box.shape, dtype=dtype))
         if finite and not look_at(out).finite:
             path = next(path for _, numbers, path in parts if not bool(numbers.isfinite().all()))
             raise BadInput(path, self.name, expected="finite numbers", found="a NaN or an infinity")
@@ -114,8 +114,8 @@ class Catalog(dict[str, LazyTensor]):
 
 def listed(pieces: Iterable[Piece[Key]]) -> Callable[[Box], Iterable[Piece[Key]]]:
     """Return these pieces of a tensor for any box of it."""
-    known = tuple(pieces)
-    return lambda box: known
+    all_pieces = tuple(pieces)
+    return lambda box: all_pieces
 
 
 def in_one_file(file: TensorFile, key: str) -> LazyTensor:
@@ -181,12 +181,12 @@ def _reads(pieces: Iterable[Piece[Key]]) -> list[tuple[Key, Box, list[Piece[Key]
     by_key: dict[Key, list[tuple[Box, list[Piece[Key]]]]] = {}
     for piece in pieces:
         hull, together = piece.hull, [piece]
-        known = by_key.setdefault(piece.stored, [])
+        reads_of_key = by_key.setdefault(piece.stored, [])
         if not piece.dense:
-            for overlapping in [read for read in known if read[0].intersect(hull)]:
-                known.remove(overlapping)
+            for overlapping in [read for read in reads_of_key if read[0].intersect(hull)]:
+                reads_of_key.remove(overlapping)
                 hull, together = hull.around(overlapping[0]), overlapping[1] + together
-        known.append((hull, together))
+        reads_of_key.append((hull, together))
     return [(key, hull, together) for key, reads in by_key.items() for hull, together in reads]
 
 
@@ -200,7 +200,7 @@ def join(
     first = parts[0][1]
     if len(parts) == 1 and first.is_contiguous():
         return first, True
-    made = empty(first.dtype)
+    joined = empty(first.dtype)
     for part, numbers in parts:
-        made[part.within(box).slices] = numbers
-    return made, False
+        joined[part.within(box).slices] = numbers
+    return joined, False

@@ -198,12 +198,12 @@ def clear_leftovers(output: Path, *, lock_only: bool = False) -> bool:
     """Remove what killed runs left beside ``output``, unless somebody is writing it now; return whether a
     lock was removed.
     """
-    left, lock_file = [] if lock_only else leftovers(output), beside(output, _LOCK)
-    if not left and not lock_file.exists():
+    paths, lock_file = [] if lock_only else leftovers(output), beside(output, _LOCK)
+    if not paths and not lock_file.exists():
         return False
     with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
         lock = lock_output(output)
-        for path in left:
+        for path in paths:
             Disk().remove_tree(path)
         lock.remove()
     return not lock_file.exists()
@@ -211,23 +211,23 @@ def clear_leftovers(output: Path, *, lock_only: bool = False) -> bool:
 
 def bytes_of_leftovers(output: Path) -> int:
     """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
-    files = (path for left in leftovers(output) for path in left.rglob("*") if path.is_file())
+    files = (path for folder in leftovers(output) for path in folder.rglob("*") if path.is_file())
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def why_absent(output: Path) -> tuple[str, str]:
     """Return what there is in the place of an output that is not there, and what to do about it."""
     try:
-        left = leftovers(output)
-        latest = max((path.stat().st_mtime for path in left), default=0.0)
+        paths = leftovers(output)
+        latest = max((path.stat().st_mtime for path in paths), default=0.0)
     except OSError:  # a folder that may not be read
-        left = []
-    if not left:
+        paths = []
+    if not paths:
         return "no such folder", ""
     if _is_locked(beside(output, _LOCK)):
-        return f"one that a command is writing now, into {left[0].name}", "Wait until that command has ended"
+        return f"one that a command is writing now, into {paths[0].name}", "Wait until that command has ended"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(latest))
-    leftover = f"what a killed command left in {left[0].name}, {when} at the latest"
+    leftover = f"what a killed command left in {paths[0].name}, {when} at the latest"
     return leftover, "Run the same command again: it completes the output"
 
 

@@ -244,14 +244,14 @@ def _make_room(url: str, need: int) -> None:
     require(need <= most, url, None, expected, f"{need / 1e9:.3g} GB")
     copies = sorted(cache_folder().glob("?" * _DIGEST + "/*/"), key=lambda path: path.stat().st_mtime)
     sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
-    left = sum(sizes.values())
+    in_use = sum(sizes.values())
     for copy in copies:
-        if left + need > most:
+        if in_use + need > most:
             with nobody_reads(copy) as free:
                 if free:
                     remove_checkpoint(copy)
                     Disk().remove_tree(copy.parent)
-                    left -= sizes[copy]
+                    in_use -= sizes[copy]
     expected = f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take"
     todo = f"Set {CACHE_GB} to a larger number, or end the processes that use copies in {cache_folder()}"
-    require(left + need <= most, url, None, expected, f"{left / 1e9:.3g} GB in use", todo)
+    require(in_use + need <= most, url, None, expected, f"{in_use / 1e9:.3g} GB in use", todo)

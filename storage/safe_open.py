@@ -60,11 +60,11 @@ def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> by
     with open_regular(path, kind=kind) as (fd, status):
         if status.st_size > limit:
             raise kind(path, expected=f"at most {limit:,} bytes", found=f"{status.st_size:,}")
-        parts, left = [], limit
+        parts, room = [], limit
         try:
-            while part := os.read(fd, min(left + 1, 1 << 20)):
+            while part := os.read(fd, min(room + 1, 1 << 20)):
                 parts.append(part)
-                if (left := left - len(part)) < 0:
+                if (room := room - len(part)) < 0:
                     raise kind(path, expected=f"at most {limit:,} bytes", found="a file that grows")
         except OSError as error:
             raise from_os_error(error, path, expected="a readable file", kind=kind) from None

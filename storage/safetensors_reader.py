@@ -100,7 +100,7 @@ class TensorFile:
                 return out
             # The dims lie in another order: a block at a time is read as it lies, and turned.
             shape, start, stop, steps = (
-                tuple(each[dim] for dim in order) for each in (entry.shape, box.start, box.stop, strides)
+                tuple(sizes[dim] for dim in order) for sizes in (entry.shape, box.start, box.stop, strides)
             )
             turned, target = Box(start, stop), out.permute(order)
             for part in blocks(turned, _AT_ONCE):

@@ -78,12 +78,12 @@ class TensorWriter:
 
     def sum_of(self, name: str) -> int:
         """Return the CRC-32 of a tensor's bytes: as they were written, or else as they are in the file."""
-        entry, seen = self.entries[name], self._checksum
-        if seen.gaps(entry.begin, entry.end):
-            seen = Checksum()  # of its own: what a killed process wrote may be written again
-            for _ in seen.read_gaps(self._fd, (entry.begin, entry.end)):
+        entry, checksum = self.entries[name], self._checksum
+        if checksum.gaps(entry.begin, entry.end):
+            checksum = Checksum()  # of its own: what a killed process wrote may be written again
+            for _ in checksum.read_gaps(self._fd, (entry.begin, entry.end)):
                 pass
-        return seen.of(entry.begin, entry.end)
+        return checksum.of(entry.begin, entry.end)
 
     def take(self, name: str, crc: int) -> None:
         """Note that the file holds the whole tensor already, with this ``sum_of``."""
@@ -100,8 +100,8 @@ class TensorWriter:
 
     def close(self) -> StoredFile:
         """Flush the file to the disk and return its name, size and checksum."""
-        left = {name: count for name, count in self._missing.items() if count}
-        assert not left, f"{self.path}: elements not written exactly once: {left}"
+        missing = {name: count for name, count in self._missing.items() if count}
+        assert not missing, f"{self.path}: elements not written exactly once: {missing}"
         file_size = os.fstat(self._fd).st_size
         if file_size != self.size:
             raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {file_size:,} are there")

@@ -89,10 +89,10 @@ def read_log(path: Path) -> Iterator[Line]:
     for line in read_json_lines(path):
         if line.value is not None and "crc32" in line.value:
             body = line.text.encode().rpartition(b", ")[0]
-            stated, computed = line.value.pop("crc32"), f"{crc32(body):08x}"
-            if stated != computed:
+            checksum, computed = line.value.pop("crc32"), f"{crc32(body):08x}"
+            if checksum != computed:
                 where, todo = f"{path}:{line.number}", "The line was altered or damaged"
-                error = BadInput(where, "crc32", expected=stated, found=computed, todo=todo)
+                error = BadInput(where, "crc32", expected=checksum, found=computed, todo=todo)
                 line = Line(line.number, line.text, None, error)
         yield line
 

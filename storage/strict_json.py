@@ -147,14 +147,14 @@ def deeper(value: object, most: int) -> bool:
     return True
 
 
-def fits(stated: Mapping[str, object], record: type[Any]) -> bool:
+def fits(fields_read: Mapping[str, object], record: type[Any]) -> bool:
     """Tell whether an object has each field of a dataclass, of its type, but for those with a default.
 
     A float may be a whole number; no number is larger than a file or a time of ours.
     """
     return all(
-        _is_one_of(stated[field.name], {*(get_args(field.type) or [field.type])})
-        if field.name in stated
+        _is_one_of(fields_read[field.name], {*(get_args(field.type) or [field.type])})
+        if field.name in fields_read
         else field.default is not MISSING
         for field in fields(record)
     )

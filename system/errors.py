@@ -147,12 +147,13 @@ def from_validation(
     first, *others = error.errors(include_url=False)
     key = key_of(first) or None
     if first["type"] == "extra_forbidden":
-        further = ", ".join(key_of(each) for each in others if each["type"] == "extra_forbidden")
+        further = ", ".join(key_of(problem) for problem in others if problem["type"] == "extra_forbidden")
         also = f"Unknown too: {further}" if further else ""
         todo = ". ".join(filter(None, (todo, also)))
         return kind(where, key, expected="a known key", found="an unknown one", todo=todo)
     if first["type"] == "missing":
-        missing = dict.fromkeys(key_of(each) for each in (first, *others) if each["type"] == "missing")
+        absent = [problem for problem in (first, *others) if problem["type"] == "missing"]
+        missing = dict.fromkeys(map(key_of, absent))
         expected = "a value" if len(missing) == 1 else "a value each"
         return kind(where, ", ".join(missing), expected=expected, found="nothing")
     text = literal(first["input"], 81)

@@ -19,6 +19,6 @@ def return_large_blocks() -> bool:
     environment states a threshold, or without glibc.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    stated = "_threshold" in tunables or any(name in os.environ for name in _VARIABLES)
+    chosen = "_threshold" in tunables or any(name in os.environ for name in _VARIABLES)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return not stated and mallopt is not None and mallopt(_TRIM, FREE_AT_END) == mallopt(_MMAP, LARGE) == 1
+    return not chosen and mallopt is not None and mallopt(_TRIM, FREE_AT_END) == mallopt(_MMAP, LARGE) == 1

@@ -67,8 +67,8 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
             if around[0]:  # that of a block around this one, which this one's time counts for
-                left = around[0] - (os.times().user - began)
-                signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 1e-3), around[1])
+                seconds_left = around[0] - (os.times().user - began)
+                signal.setitimer(signal.ITIMER_VIRTUAL, max(seconds_left, 1e-3), around[1])
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 

@@ -102,12 +102,12 @@ def refusal_of(error: BaseException) -> Refusal | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    here: BaseException | None = error
-    while here is not None and id(here) not in seen:
-        seen.add(id(here))
-        yield here
-        here = here.__cause__
+    visited: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
+        yield link
+        link = link.__cause__
 
 
 def _number(error: BaseException) -> int | None:

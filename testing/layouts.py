@@ -60,20 +60,20 @@ def observe(
     AdamW; ``then`` is given the model and the optimizer at the end. ``strict``: see ``pieces``.
     """
     model, step = build()
-    seen = Observation(initial=pieces(model, state, strict=strict))
+    observation = Observation(initial=pieces(model, state, strict=strict))
     optimizer = make_adamw(model, lr=lr)
     for number, batch in enumerate(batches):
-        seen.losses.append(float(step(batch)))
+        observation.losses.append(float(step(batch)))
         if number == 0:
-            seen.gradients = pieces(model, state, gradients=True, strict=strict)
+            observation.gradients = pieces(model, state, gradients=True, strict=strict)
         if clip is not None:
-            seen.norms.append(float(clip(model)))
+            observation.norms.append(float(clip(model)))
             optimizer.step()
             optimizer.zero_grad()
-    seen.parameters = pieces(model, state, strict=strict)
+    observation.parameters = pieces(model, state, strict=strict)
     if then is not None:
         then(model, optimizer)
-    return seen
+    return observation
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
@@ -91,9 +91,9 @@ def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, s
 
     ``strict``: asserts that padding is zero, and that just what is trained has a gradient.
     """
-    stated, pieces_here = declarations(model), {}
+    declared, pieces_here = declarations(model), {}
     for name, parameter in model.named_parameters():
-        declaration = stated[name]
+        declaration = declared[name]
         tensor = parameter.grad if gradients else parameter
         if strict and gradients:
             assert (tensor is None) != parameter.requires_grad, (
@@ -102,11 +102,11 @@ def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, s
         if tensor is None:
             continue
         box = declaration.true_part(stored_box(parameter, declaration, state))
-        here = local_data(tensor)
+        part = local_data(tensor)
         if declaration.multiple is not None:
-            assert not strict or not bool(here[box.shape[0] :].any()), f"{name}: padding is not zero"
-            here = here[: box.shape[0]]
-        pieces_here[name] = (box, declaration.owner(state.layout, state.at), here.clone().cpu())
+            assert not strict or not bool(part[box.shape[0] :].any()), f"{name}: padding is not zero"
+            part = part[: box.shape[0]]
+        pieces_here[name] = (box, declaration.owner(state.layout, state.at), part.clone().cpu())
     return pieces_here
 
 
@@ -192,9 +192,9 @@ def roughen(model: nn.Module, seed: int, state: ParallelState, also: Collection[
     """Add noise to vectors, to parameters that begin with equal values, and to those ``also`` named: at their
     first values most mistakes do not show.
     """
-    stated = declarations(model)
+    declared = declarations(model)
     for name, parameter in model.named_parameters():
-        declaration, data = stated[name], local_data(parameter)
+        declaration, data = declared[name], local_data(parameter)
         box = declaration.true_part(stored_box(parameter, declaration, state))
         if (
             box.size

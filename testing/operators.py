@@ -43,9 +43,9 @@ class Operators(UncompiledMode):
             count, before = self.in_groups.get(group, (0, 0))
             self.in_groups[group] = count + 1, before + size
         result = func(*args, **(kwargs or {}))
-        for made in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            if not isinstance(made, DTensor):
-                self.largest = max(self.largest, made.numel())
+        for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if not isinstance(output, DTensor):
+                self.largest = max(self.largest, output.numel())
         return result
 
 

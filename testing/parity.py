@@ -143,8 +143,8 @@ def observe_rank(question: Question) -> Observation:
     source = read_source(question.folder, implementation=question.implementation)
     family, config = source.family, source.model_config
     input_ids, labels = question.batch(config)
-    each = len(input_ids) // question.layout.data
-    rows = slice(state.data_index * each, (state.data_index + 1) * each)
+    rank_rows = len(input_ids) // question.layout.data
+    rows = slice(state.data_index * rank_rows, (state.data_index + 1) * rank_rows)
     model = family.build(config, split=question.split, state=state, dtype=question.dtype)
     features = _features(model)
 
@@ -157,38 +157,38 @@ def observe_rank(question: Question) -> Observation:
         return model, Step(model, TokenLoss(model), micro_batch=1, schedule=question.schedule)
 
     recorder = Recorder(model, features, first=rows.start, outputs_only=True)
-    seen = observe(build, [Batch(input_ids[rows], labels[rows])], state)
-    return replace(seen, outputs=_outputs(recorder.leave(), features, model, question.length))
+    observation = observe(build, [Batch(input_ids[rows], labels[rows])], state)
+    return replace(observation, outputs=_outputs(recorder.leave(), features, model, question.length))
 
 
 def _features(model: CausalLM) -> _Features:
     """Return the modules whose outputs have a counterpart in every layout and in transformers."""
-    state, stated, features = model.state, declarations(model), _Features()
+    state, declared, features = model.state, declarations(model), _Features()
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear):
             features[name] = []
             for key, part in module.parts.items():
                 full = f"{name}.{key}" if key else name
-                box = stated[f"{full}.weight"].box(state.layout, state.at)
+                box = declared[f"{full}.weight"].box(state.layout, state.at)
                 if part.rows_here is not None:
                     box = box.narrow(0, part.rows_here.start, part.rows_here.stop)
                 features[name].append((full, box.slices[0]))
         elif isinstance(module, _WHOLE) or module in model.layers.values():
             features[name] = [(name, None)]
     if model.stage.last:
-        head = stated[model.head_name]
+        head = declared[model.head_name]
         features[""] = [("logits", head.true_part(head.box(state.layout, state.at)).slices[0])]
     return features
 
 
-def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> Outputs:
+def _outputs(observation: Seen, features: _Features, model: CausalLM, length: int) -> Outputs:
     """Return the outputs of micro-batches of one row, (1, length, features), or their pieces.
 
     Over context ranks the tokens are two runs of the whole sequence, or a part of these.
     """
     outputs: Outputs = {}
     modules = dict(model.named_modules())
-    for event, output in seen.forward.items():
+    for event, output in observation.forward.items():
         if event.leaf >= len(features[event.module]):  # what transformers' blocks give beside hidden states
             continue
         name, own = features[event.module][event.leaf]

@@ -137,14 +137,14 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     family: Any = plan.family
     make = partial(family.build, plan.config, state=state, dtype=dtype_named(recipe.dtype))
     if isinstance(family, OwnFamily):
-        made = make(split=recipe.layout_section.split)
-        if state.mesh is not None and needs_memory(made):
+        built = make(split=recipe.layout_section.split)
+        if state.mesh is not None and needs_memory(built):
             with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
                 torch.manual_seed(seed_of(recipe.seed, "module"))
                 resting = resting_device(state, offload=recipe.memory.offload)
-                made = make(split=recipe.layout_section.split, device=resting)
-        family.set_up(made)
-        return made
+                built = make(split=recipe.layout_section.split, device=resting)
+        family.set_up(built)
+        return built
     frozen = {"base_dtype": dtype_named(recipe.compute_dtype)} if isinstance(family, AdaptedFamily) else {}
     model = make(split=plan.split, **frozen)
     freeze(model, plan.groups)

@@ -20,8 +20,8 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     Its fingerprint is taken on the first rank, and ``agree_on_weights`` tells the others. Raises ``BadInput``
     for targets that the model does not have.
     """
-    stated = adapted(base.family, recipe_shape(lora, base))
-    family, idle = stated.of_trained(base.model_config)
+    adapter_family = adapted(base.family, recipe_shape(lora, base))
+    family, idle = adapter_family.of_trained(base.model_config)
     if lora.init_from is None:
         family.check(base.model_config, "recipe: lora")
     else:
@@ -37,9 +37,9 @@ def recipe_shape(lora: LoraSection, base: Source | None = None) -> LoraConfig:
     """
     if lora.init_from is None:
         return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
-    if stated := sorted(lora.model_fields_set - {"init_from", "lora_dropout"}):
+    if keys := sorted(lora.model_fields_set - {"init_from", "lora_dropout"}):
         expected = "only lora_dropout beside lora.init_from, whose adapters have the other settings"
-        raise BadInput("recipe", f"lora.{stated[0]}", expected=expected, found=getattr(lora, stated[0]))
+        raise BadInput("recipe", f"lora.{keys[0]}", expected=expected, found=getattr(lora, keys[0]))
     if base is None:
         begun = read_lora(lora.init_from)
     else:
@@ -63,5 +63,6 @@ def first_adapters(trainer: Trainer, *, resuming: bool) -> None:
         load_source(read_adapter(lora.init_from, base, whole=False), model)  # the plan looked at it
         say(f"adapters from {lora.init_from}")
         return
-    (stated,) = plan.family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
-    initialize(model, recipe.seed, among=stated, state=trainer.state)
+    # A group of the recipe's may freeze some of them.
+    (declared,) = plan.family.declarations(base.model_config)
+    initialize(model, recipe.seed, among=declared, state=trainer.state)

@@ -44,12 +44,13 @@ def find_first_non_finite(step: Step, number: int, batch: Any) -> NoReturn:
     """
     model, state = step.model, step.state
     # A compiled block would hide its modules.
-    with looking(step) as seen, torch.compiler.set_stance("force_eager"):
+    with looking(step) as events, torch.compiler.set_stance("force_eager"):
         step.forward(batch)
     mine = None
-    if seen:
-        weights = model.get_submodule(seen[0].module).parameters()
-        mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(weight)) for weight in weights))
+    if events:
+        weights = model.get_submodule(events[0].module).parameters()
+        finite = all(_all_finite(local_data(weight)) for weight in weights)
+        mine = replace(events[0], weights_are_finite=finite)
     first = min(filter(None, together(lambda: mine, state)), default=None)
     if first is not None:
         what = f"rank {first.rank}: the output of {first.module or 'the model'}"
@@ -99,14 +100,15 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
 
     For a tied embedding this is the first stage's copy, because the last stage's copy holds the sum.
     """
-    stage, stated, blocks = 0 if state is None else state.at.pipeline, declarations(model), find_blocks(model)
+    stage = 0 if state is None else state.at.pipeline
+    declared, blocks = declarations(model), find_blocks(model)
     paths = [path for path, module in model.named_modules() if module in blocks]
     beside, last = -1.0, None
     for name, parameter in model.named_parameters():
         block = next((path for path in paths if name.startswith(f"{path}.")), None)
         beside = beside if block is None else math.inf
         grad = parameter.grad
-        if grad is not None and not (stated[name].ends and stage) and not _all_finite(local_data(grad)):
+        if grad is not None and not (declared[name].ends and stage) and not _all_finite(local_data(grad)):
             last = beside if block is None else whole_number(block.rpartition(".")[2]) or 0, name
     return last
 

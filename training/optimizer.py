@@ -25,8 +25,8 @@ def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
     Buffers, which no gradient moves, are left out.
     """
     names: dict[str, tuple[str, ...]] = {}
-    (stated,) = family.declarations(config)
-    fixed = buffer_names(stated)
+    (declared,) = family.declarations(config)
+    fixed = buffer_names(declared)
     for link in family.links(config)[0]:
         if link.ours not in fixed:
             names[link.ours] = (*names.get(link.ours, ()), link.hf)
@@ -60,12 +60,12 @@ def assign(
         if not matched:
             expected, todo = "a pattern that finds a parameter", f"Near names: {_near(group.match, names)}"
             raise refused(expected=expected, found=repr(group.match), todo=todo)
-        left = [ours for ours in matched if ours not in assigned]
-        if not left:
+        unassigned = [ours for ours in matched if ours not in assigned]
+        if not unassigned:
             taken, todo = f"which finds {len(matched)}, all taken", "Put the narrower pattern first"
             expected = "a parameter that no group before it takes"
             raise refused(expected=expected, found=f"{group.match!r}, {taken}", todo=todo)
-        assigned |= dict.fromkeys(left, group)
+        assigned |= dict.fromkeys(unassigned, group)
     trains = not names or not all(name in assigned and assigned[name].freeze for name in names)
     require(trains, where, "optimizer.groups", "a parameter that is not frozen", "all of them frozen")
     return assigned
@@ -94,7 +94,7 @@ def make_adamw(
     every layout. ``groups``: for names of parameters, what is different for them. Source: Loshchilov and
     Hutter 2019.
     """
-    stated = declarations(model)
+    declared = declarations(model)
     by_head = {name for name, module in model.named_modules() if isinstance(module, HeadsLayerNorm)}
     usual = ParameterGroup(match=".")
     sorted_out: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -102,7 +102,7 @@ def make_adamw(
         if parameter.requires_grad:
             group = (groups or {}).get(name, usual)
             # Biases of experts and norms of heads, which are stacked, are vectors too.
-            dims = len(stated[name].shape) - (stated[name].experts or name.rpartition(".")[0] in by_head)
+            dims = len(declared[name].shape) - (declared[name].experts or name.rpartition(".")[0] in by_head)
             decay = weight_decay if dims >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
             sorted_out.setdefault((group.lr_scale, decay), []).append(parameter)
@@ -123,14 +123,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> str:
     """Return names that are like the pattern, or have a part that is; one name stands for all blocks."""
-    known = [name for ours, hf_names in names.items() for name in (*hf_names, ours)]
+    all_names = [name for ours, hf_names in names.items() for name in (*hf_names, ours)]
     plain = re.sub(r"\\\.", ".", pattern)
     plain = re.sub(r"\\d|[\^$*+?()\[\]{}|\\]", "", plain).strip(".")
     ends: dict[str, str] = {}
-    for name in known:
+    for name in all_names:
         words = [word for word in name.split(".") if whole_number(word) is None]
         for first in range(len(words)):
             for last in range(first + 1, len(words) + 1):
                 ends.setdefault(".".join(words[first:last]), name)
     near = difflib.get_close_matches(plain, ends, 2 * most, cutoff=0.4)
-    return ", ".join(list(dict.fromkeys(ends[part] for part in near))[:most] or known[:most])
+    return ", ".join(list(dict.fromkeys(ends[part] for part in near))[:most] or all_names[:most])

@@ -46,7 +46,7 @@ def own_code(name: str, key: str) -> OwnCode:
         _ran[place] = digest, _run(source, Path(place), key)
     module = _ran[place][1]
     if not hasattr(module, entry):
-        public = [known for known in vars(module) if not known.startswith("_")]
+        public = [name for name in vars(module) if not name.startswith("_")]
         near = get_close_matches(entry, public, cutoff=0.5)
         expected, todo = f"a name in {visible(file)}", f"Nearest: {', '.join(near)}" if near else ""
         raise BadInput("recipe", key, expected=expected, found=entry, todo=todo)
@@ -118,4 +118,4 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
     parameters = signature_of(function).parameters
-    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return keyword in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())

@@ -46,9 +46,10 @@ def check_exchange(
     only those of their own rank.
     """
     cut = Layout(tensor=layout.tensor, context=layout.context, sequence=layout.sequence, ring=layout.ring)
-    seen = _forward(family, config, cut, samples, dims, "context rank's piece of the samples")
-    blocks = [path for path, module in seen.model.named_modules() if module in find_blocks(seen.model)]
-    apart = next((path for path in blocks if all(sent.axis != "context" for sent in seen.sent[path])), None)
+    forward = _forward(family, config, cut, samples, dims, "context rank's piece of the samples")
+    blocks = [path for path, module in forward.model.named_modules() if module in find_blocks(forward.model)]
+    calls = ((path, {sent.axis for sent in forward.sent[path]}) for path in blocks)
+    apart = next((path for path, axes in calls if "context" not in axes), None)
     require(
         apart is None and blocks, "recipe", "layout.context",
         f"1: {apart or 'the model'} sends nothing between context ranks", layout.context,
@@ -62,19 +63,19 @@ def check_split(family: OwnFamily, config: OwnConfig, layout: Layout, samples: M
     """
     cuts = [Layout(tensor=layout.tensor, sequence=sequence) for sequence in (False, True)]
     unsplit, split = (_forward(family, config, cut, samples, {}, "tensor rank's samples") for cut in cuts)
-    whole, here, stated = unsplit.numbers, split.numbers, declarations(unsplit.model)
+    whole, split_numbers, declared = unsplit.numbers, split.numbers, declarations(unsplit.model)
     problem, todo = "", "Split once what you make whole: split_to_tensor(x, state, dim=1) if state.sequence"
     for name, declaration in declarations(split.model).items():
         path = name.rpartition(".")[0]
-        path = path if (path, 0) in here else path.rpartition(".")[0]  # of one of several products
-        if problem or (path, 0) not in here or declaration.cut is not None:
+        path = path if (path, 0) in split_numbers else path.rpartition(".")[0]  # of one of several products
+        if problem or (path, 0) not in split_numbers or declaration.cut is not None:
             continue
-        own = any(here[path, end] * layout.tensor == whole[path, end] > 0 for end in (0, 1))
+        own = any(split_numbers[path, end] * layout.tensor == whole[path, end] > 0 for end in (0, 1))
         if "tensor" not in declaration.partial:
             if own and split.model.get_parameter(name).requires_grad:
                 problem = f"{name} meets a rank's own tokens, and its gradient is not summed"
                 todo = "Declare it with partial=('tensor',) if state.sequence, as trilith's norms do"
-        elif not own and "tensor" not in stated[name].partial:
+        elif not own and "tensor" not in declared[name].partial:
             problem = f"{path} is given all tokens, not a rank's own"
     if split.summed > unsplit.summed:
         problem = problem or "its linears are given all tokens, not a rank's own"
@@ -107,15 +108,15 @@ def _forward(
     """Run the forward of a rank of ``cut`` on shapes alone; ``dims`` of the samples are cut over context."""
     state = ParallelState.stand_in(cut)
     model: nn.Module = family.build(config, state=state)  # one of its own, for the hooks
-    seen, recorder, began = _Forward(model, Counter(), defaultdict(list)), Recorder(), dict[str, int]()
+    forward, recorder, began = _Forward(model, Counter(), defaultdict(list)), Recorder(), dict[str, int]()
 
     def begin(path: str, *_: Any) -> None:
         began[path] = len(recorder.collectives)
 
     def note(path: str, module: nn.Module, args: Any, named: Any, output: Any) -> None:
-        seen.sent[path] += recorder.collectives[began[path] :]
+        forward.sent[path] += recorder.collectives[began[path] :]
         for end, nest in enumerate(((args, named), output)):
-            seen.numbers[path, end] += sum(x.numel() for x in tensors_in(nest) if x.is_floating_point())
+            forward.numbers[path, end] += sum(x.numel() for x in tensors_in(nest) if x.is_floating_point())
 
     for path, module in model.named_modules():
         module.register_forward_pre_hook(partial(begin, path))
@@ -129,4 +130,4 @@ def _forward(
             part[name] = torch.zeros(shape, dtype=x.dtype)
         expected = f"a forward that runs on a {what}"
         asked(lambda: Stages(model, state).forward(part), "model.module", expected)  # it may raise anything
-    return seen
+    return forward

@@ -88,8 +88,8 @@ class OwnFamily(Family):
         with making(dtype, device):
             model = make(state, **({} if split is None else {"split": split}))
         require(isinstance(model, nn.Module), "recipe", "model.module", _MODULE, type(model).__name__)
-        stated = {"module": self.code.name, "arguments": arguments}
-        describe_build(model, stated, make if names(self.code.entry, "state") else None)
+        names_of_code = {"module": self.code.name, "arguments": arguments}
+        describe_build(model, names_of_code, make if names(self.code.entry, "state") else None)
         return model
 
     def set_up(self, model: nn.Module) -> None:
@@ -125,12 +125,12 @@ class OwnFamily(Family):
         loss = as_loss(self.loss, ParallelState.stand_in(layout))
         refuse_uncut(loss, layout)
         check_dims(self.samples, loss.sequence, "loss.module")
-        stated = self.recipe.data.sequence_length
+        recipe_length = self.recipe.data.sequence_length
         for name in loss.sequence.keys() & self.samples.keys():
             dim = loss.sequence[name]
             length = self.samples[name].shape[dim]
             expected = f"{length}, dim {dim} of {name}, which context ranks cut"
-            require(length == stated, "recipe", "data.sequence_length", expected, stated)
+            require(length == recipe_length, "recipe", "data.sequence_length", expected, recipe_length)
         check_exchange(self, config, layout, self.samples, loss.sequence)
 
     def _check_known(self, layout: Layout, split: Sequence[int] | None) -> None:
@@ -177,9 +177,9 @@ def _with_parts(family: OwnFamily, config: OwnConfig) -> OwnFamily:
     rows, loss, items = recipe.data, _own_loss(recipe), None
     first: Mapping[str, Tensor]
     if rows.module is not None:
-        made = open_data(recipe)
-        assert isinstance(made, ItemBatches)
-        items, first = made, made.first
+        batches = open_data(recipe)
+        assert isinstance(batches, ItemBatches)
+        items, first = batches, batches.first
     else:
         text = ["input_ids", "labels"] + ["positions"] * _packed(recipe)
         first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}

@@ -94,10 +94,10 @@ class NormLog(Callback):
     def _norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the norms: owners sum each square once, and one reduction serves all names."""
         state, at = self.state, {name: index for index, name in enumerate(self.all)}
-        stated = declarations(self.model)
+        declared = declarations(self.model)
         sums = torch.zeros(2, len(self.all), dtype=torch.float64, device=state.device)
         for name, tensor in tensors.items():
-            if stated[name].owner(state.layout, state.at):
+            if declared[name].owner(state.layout, state.at):
                 index = at[self.names[name]]
                 data = local_data(tensor)
                 if data.numel():

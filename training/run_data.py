@@ -135,17 +135,17 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     if not names or isinstance(batches, ItemBatches):
         return
     for file in batches.files:
-        stated, fingerprint = file.index.tokenizer_fingerprint, fingerprint_of_folder(folder)
-        if not stated or stated == fingerprint:
+        made_by, fingerprint = file.index.tokenizer_fingerprint, fingerprint_of_folder(folder)
+        if not made_by or made_by == fingerprint:
             continue
         # By itself a tokenizer.model gives the ids of its folder.
-        if "tokenizer.model" in names and stated == load_tokenizer(folder / "tokenizer.model").fingerprint:
+        if "tokenizer.model" in names and made_by == load_tokenizer(folder / "tokenizer.model").fingerprint:
             continue
         beside = _tokenizer_beside(file)
         if beside is not None and give_the_same_ids(folder, beside):
             continue
         expected = f"tokens of the model's tokenizer, {folder} ({fingerprint[:12]})"
-        other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})"
+        other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({made_by[:12]})"
         todo = f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
         todo += "tokenizer's files of the tokens in place of the model's"
         raise BadInput(key, file.path, expected=expected, found=other, todo=todo)
@@ -170,9 +170,9 @@ def _opened(
 ) -> GlobalBatches | ItemBatches:
     """Open a section's batches: of token files, or of the user's data sets, which are made."""
     length, seed, data = recipe.data.sequence_length, recipe.seed, recipe.data
-    stated = section.tokens if section.module is None else section.module
-    assert stated is not None
-    names = [stated] if isinstance(stated, str) else stated
+    names_or_name = section.tokens if section.module is None else section.module
+    assert names_or_name is not None
+    names = [names_or_name] if isinstance(names_or_name, str) else names_or_name
     one_each = weights is None or len(weights) == len(names)
     require(one_each, "recipe", "data.weights", f"{counted(len(names), 'number')}, one a file", weights)
     if section.module is None:

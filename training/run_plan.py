@@ -255,9 +255,9 @@ def _check_mtp(recipe: Recipe, config: ModelConfig, where: str) -> None:
 def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:
     """Refuse weights of a model other than the recipe states, by the first field that differs."""
     raw = read_config(recipe.model)
-    stated = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
-    there, wanted = config.model_dump(), stated.model_dump()
-    same = type(stated) is type(config)
+    config_of_file = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
+    there, wanted = config.model_dump(), config_of_file.model_dump()
+    same = type(config_of_file) is type(config)
     require(same, where, "model_type", raw["model_type"], family.model_type)
     for key, value in wanted.items():
         todo = "model.config in the recipe states what model.init_from must hold"

@@ -35,8 +35,8 @@ class StageCut:
         unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
         for rank in range(self.layout.pipeline):
             numbers = self.layout.stages_of(rank)
-            here = [stages[number].blocks for number in numbers]
-            blocks = " and ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in here)
+            spans = [stages[number].blocks for number in numbers]
+            blocks = " and ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans)
             cost = f" ({sum(self.costs[number] for number in numbers) / unit:,.3g})" if self.costs else ""
             ranks.append(blocks + cost)
         line = f"blocks {', '.join(ranks)}"
@@ -97,8 +97,8 @@ def cut_by_cost(blocks: Sequence[float], stages: int) -> list[int]:
 
 def stage_costs(counts: Sequence[int], blocks: Sequence[float]) -> list[float]:
     """Return the cost of each stage of a cut."""
-    left = iter(blocks)
-    return [sum(islice(left, count)) for count in counts]
+    rest_of_costs = iter(blocks)
+    return [sum(islice(rest_of_costs, count)) for count in counts]
 
 
 def _best(sums: Sequence[float], stages: int, room: float, *, squares: bool) -> tuple[float, list[int]]:

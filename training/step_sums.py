@@ -178,16 +178,16 @@ class StepSums:
         if state.layout.world > 1:
             dist.all_reduce(numbers)
         sums, faults, apart_by, trained = numbers.tensor_split([*split, len(columns)])
-        checks, known, divisor = torch.cat([trained, faults]), loss.faults, None
+        checks, faults_known, divisor = torch.cat([trained, faults]), loss.faults, None
         if loss.count is None:
             count = sums[-1]
             bad = ~count.isfinite() | (count < 0)
             divisor = torch.where(count == 0, 1.0, torch.where(bad, torch.nan, count))
-            checks, known = torch.cat([checks, bad.double().view(1)]), (*known, _NO_COUNT)
+            checks, faults_known = torch.cat([checks, bad.double().view(1)]), (*faults_known, _NO_COUNT)
         if len(apart_by):
             differ = apart_by[:1].abs() > 1e-4 * apart_by[1:]
-            checks, known = torch.cat([checks, differ.double()]), (*known, _APART)
+            checks, faults_known = torch.cat([checks, differ.double()]), (*faults_known, _APART)
         means = sums[: len(names)] / (scale if divisor is None else scale * divisor)
         terms = dict(zip(names, means.unbind(), strict=True))
         first, *others = (terms[name] for name in names if loss.terms[name].in_total)
-        return StepResult(sum(others, first), checks, terms, known, unused), divisor
+        return StepResult(sum(others, first), checks, terms, faults_known, unused), divisor

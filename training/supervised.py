@@ -71,20 +71,20 @@ def run(
     else:
         loaded, file = load_recipe(recipe, overrides), str(recipe)
     loaded = loaded.on(device_here(loaded.device))
-    here, reason = launched(), ""
+    process, reason = launched(), ""
     if fit is not None:
         devices = torch.cuda.device_count() if loaded.device == "cuda" else loaded.layout.world
-        loaded, reason = fit(loaded, here.world if here else ranks or max(1, devices))
+        loaded, reason = fit(loaded, process.world if process else ranks or max(1, devices))
         ranks = None
     layout, out = loaded.layout, Path(loaded.out)
     options = {"quiet": quiet, "trackers": trackers, "callbacks": callbacks, "layout_change_reason": reason}
     train = partial(_train, loaded, options)
-    if here:
-        if fit is not None and here.rank >= layout.world:
-            wait_as_spare(here, timedelta(seconds=loaded.timeout))
+    if process:
+        if fit is not None and process.rank >= layout.world:
+            wait_as_spare(process, timedelta(seconds=loaded.timeout))
             return 0
         if fit is not None:
-            os.environ.update(replace(here, world=layout.world).variables)
+            os.environ.update(replace(process, world=layout.world).variables)
         train(None)
         return 0
     if ranks is not None:

@@ -90,8 +90,8 @@ class Spikes:
         self.losses.append(loss)
         self.norms.append(norm)
 
-    def _leaps(self, value: float, seen: deque[float]) -> bool:
-        return value > statistics.fmean(seen) + self.section.deviations * statistics.stdev(seen)
+    def _leaps(self, value: float, recent: deque[float]) -> bool:
+        return value > statistics.fmean(recent) + self.section.deviations * statistics.stdev(recent)
 
     def remember(self) -> dict[str, Any]:
         """Return plain data for a checkpoint; JSON keeps every bit of a float."""

@@ -69,15 +69,15 @@ def shard_over_data(
     """
     refuse_foreign(model, "shard_over_data")
     model.__dict__["precision"] = precision
-    stated = declarations(model)
-    fixed = buffer_names(stated)
+    declared = declarations(model)
+    fixed = buffer_names(declared)
     if state.layout.holds_alone and not offload:
         if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
             _refuse_unfit(model)
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         mark_shared(model, state)
         return model
-    for name, declaration in stated.items():
+    for name, declaration in declared.items():
         declaration.check_shared(name)
     _refuse_unfit(model)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
@@ -92,7 +92,7 @@ def shard_over_data(
     )
     stacks = stacks_of_experts(model, state.layout)
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
-    dims = {parameter: stated[name].shard_dim(state.layout) for name, parameter in model.named_parameters()}
+    dims = {parameter: declared[name].shard_dim(state.layout) for name, parameter in model.named_parameters()}
     alike: dict[str, Any] = {
         "shard_placement_fn": lambda parameter: Shard(dims[parameter]) if dims[parameter] else None,
         "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting,

@@ -112,10 +112,10 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
     folder, opened = staging.directory, open_file if plan.layout is None else TensorWriter
     writers, transfers = list[TensorWriter](), Group()
     try:
-        for name, made in plan.files.items():
-            spec = {transfer.name: (transfer.dtype, transfer.box.shape) for transfer in made}
+        for name, file_transfers in plan.files.items():
+            spec = {transfer.name: (transfer.dtype, transfer.box.shape) for transfer in file_transfers}
             writers.append(opened(folder / name, spec, again=True))
-            transfers += [(transfer, writers[-1]) for transfer in made]
+            transfers += [(transfer, writers[-1]) for transfer in file_transfers]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
         files = [writer.close() for writer in writers]
     finally:

@@ -95,7 +95,7 @@ class Work:
 
     def make(self, number: int, group: Group) -> tuple[str, Tally]:
         """Make all blocks of the transfers that share their sources, which are of one tensor: its name."""
-        name, tally, made = group[0][0].name, Tally(), 0
+        name, tally, nbytes = group[0][0].name, Tally(), 0
         if self._was_made(number, group):  # groups with zeros are made again, so this one had other numbers
             return name, Tally(others=1, left=1)
         coming = _cut_into_blocks(group, self.block)
@@ -108,10 +108,10 @@ class Work:
             tally["zeros" if all(piece.zero for piece in read.values()) else "others"] += 1
             for part in block.parts:
                 self._make_part(*part, read, tally)
-            made += sum(part.size * BITS[transfer.dtype] // 8 for transfer, _, part in block.parts)
+            nbytes += sum(part.size * BITS[transfer.dtype] // 8 for transfer, _, part in block.parts)
         # A group with a warning is not noted: a resumed conversion makes it again and warns again.
         if self.finished is not None and not tally.keys() & {"zeros", "overflows", "underflows"}:
-            self.finished.note(number, made, lambda: _sums(group))
+            self.finished.note(number, nbytes, lambda: _sums(group))
         return name, tally
 
     def _was_made(self, number: int, group: Group) -> bool:
@@ -140,14 +140,14 @@ class Work:
 
     def _look(self, place: Key, box: Box, numbers: Tensor) -> bool:
         """Refuse numbers that are not finite; return whether all are zero."""
-        seen = look_at(numbers)
-        if not seen.finite and not self.allow_nonfinite:
+        facts = look_at(numbers)
+        if not facts.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
             at = [a + i for a, i in zip(box.start, index, strict=True)]
             todo = "Pass --allow-nonfinite to take it as it is"
             actual = f"{numbers[tuple(index)].item()} at {at}"
             raise BadInput(place.file.path, place.key, expected="finite numbers", found=actual, todo=todo)
-        return seen.zero
+        return facts.zero
 
     def _make_part(
         self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read], tally: Tally
@@ -160,35 +160,35 @@ class Work:
                 pieces.append((piece.box, piece.of(source.numbers, source.box.start)))
                 if piece.ordered and piece.hull == source.box:
                     crc = source.crc
-        made, as_read = join(part, pieces, lambda dtype: self._buffer("made", part.shape, dtype))
+        numbers, as_read = join(part, pieces, lambda dtype: self._buffer("made", part.shape, dtype))
         if (change := self.change(transfer.name)) is not None:
-            made, as_read = change(made, part), False
-        if made.dtype != TORCH[transfer.dtype]:
-            made, as_read = self._cast(made, TORCH[transfer.dtype], tally), False
-        writer.write(transfer.name, part.within(transfer.box), made, crc if as_read else None)
-        self.progress(made.nbytes)
+            numbers, as_read = change(numbers, part), False
+        if numbers.dtype != TORCH[transfer.dtype]:
+            numbers, as_read = self._cast(numbers, TORCH[transfer.dtype], tally), False
+        writer.write(transfer.name, part.within(transfer.box), numbers, crc if as_read else None)
+        self.progress(numbers.nbytes)
 
     def _cast(self, numbers: Tensor, dtype: torch.dtype, tally: Tally) -> Tensor:
         """Return the numbers in another dtype."""
         cast = self._buffer("cast", tuple(numbers.shape), dtype)
         cast.copy_(numbers)
         look = look_at(cast)
-        made = Tally(left=not look.zero)
+        counts = Tally(left=not look.zero)
         if not look.finite:
-            made["overflows"] = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
+            counts["overflows"] = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
         if smallest(cast.dtype) > smallest(numbers.dtype):
-            made["underflows"] = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
-        tally += made  # of what is none, no key is made
+            counts["underflows"] = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
+        tally += counts  # of what is none, no key is made
         return cast
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
-        known: dict[str, Tensor] = self._scratch.__dict__
+        buffers: dict[str, Tensor] = self._scratch.__dict__
         size = torch.Size(shape).numel() * dtype.itemsize
-        if use not in known or known[use].numel() < size:
-            known.pop(use, None)  # before, so that the two are never there together
-            known[use] = torch.empty(size, dtype=torch.uint8)
-        return known[use][:size].view(dtype).view(shape)
+        if use not in buffers or buffers[use].numel() < size:
+            buffers.pop(use, None)  # before, so that the two are never there together
+            buffers[use] = torch.empty(size, dtype=torch.uint8)
+        return buffers[use][:size].view(dtype).view(shape)
 
 
 def _sums(group: Group) -> list[int]:
@@ -216,15 +216,16 @@ def _spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
     Threads that write to the same file wait for each other in the operating system.
     """
     numbered = [*enumerate(groups)]
-    each = -(-len(numbered) // max(1, threads))
-    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
+    length = -(-len(numbered) // max(1, threads))
+    stretches = [numbered[start : start + length] for start in range(0, len(numbered), max(1, length))]
     return [numbered for together in zip_longest(*stretches) for numbered in together if numbered is not None]
 
 
 def _cut_into_blocks(group: Group, nbytes: int) -> Iterator[_Block]:
     """Yield what a group makes in blocks of at most about ``nbytes``, and what each is made of."""
     transfers = [transfer for transfer, _ in group]
-    most = nbytes // max(_dtype_of(piece.stored).itemsize for each in transfers for piece in each.pieces)
+    pieces = (piece for transfer in transfers for piece in transfer.pieces)
+    most = nbytes // max(_dtype_of(piece.stored).itemsize for piece in pieces)
     for box in (box for slab in _slabs(transfers) for box in blocks(slab, most)):
         parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(box))]
         needed: dict[Key, Box] = {}

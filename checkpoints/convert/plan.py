@@ -84,7 +84,7 @@ def plan_to_hf(source: Source, *, dtype: str | None = None) -> Plan:
     fixed = _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
     tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
-    shards = plan_shards({name: (made.dtype, made.box.shape) for name, made in tensors.items()})
+    shards = plan_shards({name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()})
     if source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily), source.family
         source.family.check_peft(source.model_config)
@@ -122,11 +122,12 @@ def plan_to_sharded(
     for name, parts in table.items():
         cast = dtype if name in weights else None
         whole = source.ours[name]
-        made = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
+        transfers = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
         for part in parts:
-            outputs[part.file].append(made[part.box])
-        stored[name] = StoredTensor(dtype=made[parts[0].box].dtype, shape=whole.shape, parts=tuple(parts))
-    files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
+            outputs[part.file].append(transfers[part.box])
+        dtype = transfers[parts[0].box].dtype
+        stored[name] = StoredTensor(dtype=dtype, shape=whole.shape, parts=tuple(parts))
+    files = {file_name(rank, layout): tuple(of_rank) for rank, of_rank in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
 
 
@@ -139,8 +140,8 @@ def file_name(rank: int, layout: Layout) -> str:
 
 def _fixed(source: Source) -> frozenset[str]:
     """Return the names of buffers: no gradient moves them; casts leave them in fp32, as transformers does."""
-    (stated,) = source.described.declarations()
-    return buffer_names(stated)
+    (declared,) = source.described.declarations()
+    return buffer_names(declared)
 
 
 def _transfer(tensor: LazyTensor, box: Box, dtype: str | None, fixed: Collection[str]) -> Transfer:
@@ -205,8 +206,8 @@ def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     The content of the source's files counts, not only names and times: they may have changed since a kill.
     """
     source, merged = plan.source, None if plan.merge is None else plan.merge.identity
-    stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)
-    digest = hashlib.sha256(repr(stated).encode())
+    settings = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)
+    digest = hashlib.sha256(repr(settings).encode())
     digest.update(repr([file.state() for file in source.files]).encode())
     if source.manifest is not None:
         digest.update(source.manifest.to_bytes())

@@ -51,15 +51,15 @@ def convert_to_dcp(
             expected, actual = "tensors of an optimizer", f"{stored.kind}, whose {key} is no tensor"
             todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
             raise BadInput(source.path, "--to dcp", expected=expected, found=actual, todo=todo)
-    nested, made, need = _planned(source, names)
+    nested, fills, need = _planned(source, names)
     with staged(Path(dst), inputs=[source.path], need=need, apart=True) as staging:
-        with verifying(source) as seen:
-            _save(nested, made, seen, staging.directory)
+        with verifying(source) as checksums:
+            _save(nested, fills, checksums, staging.directory)
         staging.publish()
     return source
 
 
-def _save(nested: dict[str, Any], made: Mapping[str, Fill], seen: Seen, folder: Path) -> None:
+def _save(nested: dict[str, Any], fills: Mapping[str, Fill], checksums: Seen, folder: Path) -> None:
     from torch.distributed import checkpoint as dcp  # takes a second to import
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -67,7 +67,7 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], seen: Seen, folder: 
         """Give each tensor when it is written."""
 
         def lookup_object(self, index: Any) -> Any:
-            return made[index.fqn](seen) if index.fqn in made else super().lookup_object(index)
+            return fills[index.fqn](checksums) if index.fqn in fills else super().lookup_object(index)
 
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
     prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
     weights: dict[str, Any] = {}
     state: dict[str, dict[str, Tensor]] = {}
-    made: dict[str, Fill] = {}
+    fills: dict[str, Fill] = {}
     nbytes = 0
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
@@ -102,7 +102,7 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
             nbytes += empty.nbytes + _BESIDE_A_TENSOR
             (state.setdefault(name, {}) if moment else weights)[moment or name] = empty
             key = f"{optimizer}.state.{name}.{moment}" if moment else prefix + name
-            made[key] = partial(_read, tensors, empty)
+            fills[key] = partial(_read, tensors, empty)
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
         ours: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
         for name, moments in state.items():
             moments |= _numbers(source, ours, [hf for hf, _ in parts[name]])
         nested[optimizer] = {"state": state}
-    return nested, made, nbytes
+    return nested, fills, nbytes
 
 
 def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def _parts(source: Source, names: str | None) -> tuple[Parts, Mapping[str, tuple
 
 def _read(stored: Sequence[tuple[LazyTensor, Piece[str]]], empty: Tensor, seen: Seen) -> Tensor:
     """Return a tensor, put together from the tensors of Hugging Face that it is made of."""
-    made = torch.empty(empty.shape, dtype=empty.dtype)
+    whole = torch.empty(empty.shape, dtype=empty.dtype)
     for tensor, piece in stored:
-        piece.of(made).copy_(tensor.read(piece.box, seen=seen))
-    return made
+        piece.of(whole).copy_(tensor.read(piece.box, seen=seen))
+    return whole

@@ -77,7 +77,7 @@ class ForeignCheckpoint:
 
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""
-        return [f"{name} = {stated.text} ({stated.where})" for name, stated in self.stated.items()]
+        return [f"{name} = {argument.text} ({argument.where})" for name, argument in self.stated.items()]
 
 
 #: Relative difference of two numbers that are the same in fp32.
@@ -95,15 +95,15 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
             "it states nothing about the model, so only names and shapes are compared with the config: "
             "a wrong number of attention heads, for example, is not noticed"
         )
-    for name, stated in checkpoint.stated.items():
+    for name, argument in checkpoint.stated.items():
         if not hasattr(config, name) and name != "sliding_window":  # without it, all tokens are seen
             continue
         ours = getattr(config, name, None)
-        if name == "rope_scaling" and not isinstance(stated.value, bool):
+        if name == "rope_scaling" and not isinstance(argument.value, bool):
             ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
-        expected = f"{stated.text}, as {stated.where} says"
+        expected = f"{argument.text}, as {argument.where} says"
         todo = "The config is of another model than the checkpoint"
-        require(_same(stated.value, ours), where, name, expected, ours, todo)
+        require(_same(argument.value, ours), where, name, expected, ours, todo)
 
 
 def _same(a: object, b: object) -> bool:

@@ -172,7 +172,7 @@ def _tensor(
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Name) or dtype.text not in DTYPES or not isinstance(chunks, list):
         raise BadInput(where, shown(name), expected="a dtype and chunks", found="something else")
-    stored, made = DTYPES[dtype.text], []
+    stored, pieces = DTYPES[dtype.text], []
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
         offsets, sizes = (_sizes(field, where, name) for field in fields)
@@ -189,9 +189,9 @@ def _tensor(
         if (view.dtype, view.shape) != (stored, sizes):
             actual = f"{view.dtype} {[*view.shape]}"
             raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=actual)
-        made.append(Piece.plain(box, Key(file, file.add(view))))
-    check_coverage(where, shown(name), shape, [piece.box for piece in made], kind=BadInput)
-    return LazyTensor(name, stored, shape, listed(made))
+        pieces.append(Piece.plain(box, Key(file, file.add(view))))
+    check_coverage(where, shown(name), shape, [piece.box for piece in pieces], kind=BadInput)
+    return LazyTensor(name, stored, shape, listed(pieces))
 
 
 def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
@@ -205,12 +205,12 @@ def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
 
 def _updates(steps: Catalog, path: Path) -> int | None:
     """Return how many updates the optimizer made; ``BadInput`` if weights differ in it."""
-    made = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
-    if len(set(made.values())) > 1:
-        few, many = min(made, key=made.__getitem__), max(made, key=made.__getitem__)
-        update_counts = f"{made[many]} for {many}, {made[few]} for {few}"
+    counts = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
+    if len(set(counts.values())) > 1:
+        few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        update_counts = f"{counts[many]} for {many}, {counts[few]} for {few}"
         raise BadInput(path, "optimizer", expected="as many updates of every weight", found=update_counts)
-    return next(iter(made.values()), None)
+    return next(iter(counts.values()), None)
 
 
 def _fields(record: object, kind: str, where: Path, *names: str) -> list[Any]:

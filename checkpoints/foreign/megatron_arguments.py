@@ -157,8 +157,8 @@ class Arguments:
         padded = self.padded_vocab_size
         if type(padded) is not int:
             return None
-        each = self.size("make_vocab_size_divisible_by", 128) * self.size("tensor_model_parallel_size")
-        return range(max(1, padded - each + 1), padded + 1)
+        multiple = self.size("make_vocab_size_divisible_by", 128) * self.size("tensor_model_parallel_size")
+        return range(max(1, padded - multiple + 1), padded + 1)
 
     def _rotary(self) -> dict[str, tuple[str, object]]:
         facts: dict[str, tuple[str, object]] = {"rope_theta": ("rotary_base", self.rotary_base)}
@@ -226,10 +226,10 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
     # Such a key copies others; copies of copies grow without end.
     require("<<" not in text, path, None, "YAML without merge keys", "<<")
     try:
-        stated = yaml.safe_load(text)
+        run_config = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise BadInput(path, expected="YAML", found=shown(str(error))) from None
-    model = stated.get("model") if isinstance(stated, dict) else None
+    model = run_config.get("model") if isinstance(run_config, dict) else None
     if not isinstance(model, dict):
         return None
     arguments = {name: value for name, value in model.items() if isinstance(name, str)}

@@ -65,13 +65,13 @@ def read(path: Path) -> ForeignCheckpoint:
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
     arguments = Arguments(common.get("args"), folder / _COMMON)
-    if not arguments.known and (stated := bridge_arguments(folder)) is not None:
-        arguments = Arguments(*stated)
+    if not arguments.known and (model_section := bridge_arguments(folder)) is not None:
+        arguments = Arguments(*model_section)
     arguments.check()
     tensors, objects = read_tensors(folder, _NAMES)
     weights = Catalog()
     states: dict[str, Catalog] = {}
-    left = [name for name in objects if not _is_extra(name)]
+    unread = [name for name in objects if not _is_extra(name)]
     # Whatever holds the model may be in every name, such as ``module.`` in NeMo's.
     embeddings = (name.removesuffix(_EMBEDDING) for name in tensors if name.endswith(_EMBEDDING))
     prefix = min(embeddings, key=len, default="")
@@ -79,13 +79,13 @@ def read(path: Path) -> ForeignCheckpoint:
         if (match := _STATE.fullmatch(stored)) is not None:
             states.setdefault(match[1], Catalog())[match[2].removeprefix(prefix)] = tensor
         elif _OPTIMIZER.fullmatch(stored):
-            left.append(stored)
+            unread.append(stored)
         elif not _is_extra(stored):
             weights[stored.removeprefix(prefix)] = tensor
     checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
     checkpoint.skip([*filter(_is_extra, (*tensors, *objects))], "_extra_state, without weights")
-    _take_states(checkpoint, states, left, common)
+    _take_states(checkpoint, states, unread, common)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
     moments = checkpoint.moments.items()
     checkpoint.moments = {kind: Catalog(_numbered(stored, folder)) for kind, stored in moments}
@@ -97,7 +97,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _take_states(
-    checkpoint: ForeignCheckpoint, states: dict[str, Catalog], left: list[str], common: Mapping[Any, Any]
+    checkpoint: ForeignCheckpoint, states: dict[str, Catalog], unread: list[str], common: Mapping[Any, Any]
 ) -> None:
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
@@ -110,13 +110,13 @@ def _take_states(
                 "the weights are the optimizer's, in fp32; --dtype bfloat16 rounds them to the model's own"
             )
         checkpoint.updates = _updates(common.get("optimizer"))
-    elif unreadable := [name for name in left if _OPTIMIZER.fullmatch(name)]:
+    elif unreadable := [name for name in unread if _OPTIMIZER.fullmatch(name)]:
         checkpoint.skipped.append(
             f"no moments: {counted(len(unreadable), 'entry')} of the optimizer, such as {unreadable[0]}, "
             f"which the ranks that wrote them alone could read. Megatron writes readable ones with {READABLE}"
         )
-        left = [name for name in left if name not in unreadable]
-    checkpoint.skip(left, "beside the weights")
+        unread = [name for name in unread if name not in unreadable]
+    checkpoint.skip(unread, "beside the weights")
 
 
 def _updates(stored: object) -> int | None:
@@ -148,7 +148,7 @@ def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalo
             continue
         parts = state.shape[:-1]
         split = [divmod(m, n or -1) for m, n in zip(weight.shape, parts, strict=False)]
-        size = tuple(each for each, _ in split)
+        size = tuple(part_size for part_size, _ in split)
         fits = len(parts) == len(weight.shape) and not any(rest for _, rest in split) and all(parts)
         if not fits or prod(state.shape) != prod(weight.shape):
             key = f"{kind} of {shown(name)}"

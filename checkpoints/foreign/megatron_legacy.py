@@ -94,9 +94,9 @@ def read(path: Path) -> ForeignCheckpoint:
         require(step == checkpoint.step, file, "iteration", checkpoint.step, step, todo)
         rank = _Rank(views, *_coordinates(matched, arguments, file))
         for key in sorted(key for key in value if isinstance(key, str) and _MODEL.fullmatch(key)):
-            tensors, left = _flat(value[key], file)
+            tensors, unread = _flat(value[key], file)
             rank.models.append(tensors)
-            extra += left
+            extra += unread
         optimizer = optimizer or "optimizer" in value
         ranks.append(rank)
     _check_ranks(ranks, first, folder)
@@ -207,9 +207,9 @@ def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
     for rank in ranks:
         for stage, model in enumerate(rank.models):
             numbers = {int(match[1]) for name in model if (match := _LAYER.fullmatch(name))}
-            known = counted.setdefault((stage, rank.pipeline), len(numbers))
-            if known != len(numbers) or numbers != set(range(len(numbers))):
-                expected = f"0 to {known - 1}"
+            count = counted.setdefault((stage, rank.pipeline), len(numbers))
+            if count != len(numbers) or numbers != set(range(len(numbers))):
+                expected = f"0 to {count - 1}"
                 raise BadInput(rank.file.path, "layers", expected=expected, found=shown(sorted(numbers)))
     before, total = {}, 0
     for place in sorted(counted):

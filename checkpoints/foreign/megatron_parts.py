@@ -36,15 +36,16 @@ def whole_parts(
     ranks, rows, shift = arguments.size("tensor_model_parallel_size"), 0, (0,) * len(view.shape)
     if (match := _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)) is not None:
         tensor, ranks = _expert_tensor(tensor, ranks, arguments, where)
-        each, rest = divmod(arguments.size("num_experts"), arguments.size("expert_model_parallel_size"))
-        require(not rest, where, "args.num_experts", "a multiple of the expert ranks", each)
+        experts = arguments.size("num_experts")
+        rank_experts, rest = divmod(experts, arguments.size("expert_model_parallel_size"))
+        require(not rest, where, "args.num_experts", "a multiple of the expert ranks", experts)
         if match.re is _EXPERT:
             layer, number = match[3] or match[4], int(match[2] or match[5])
             view = View.strided(view.dtype, (1, *view.shape), view.begin, (1, *view.strides))
         else:
             layer, number = f"linear_fc{match[2]}", 0
-            view = _ungrouped(view, each, arguments.size("hidden_size"), match[2], where)
-        name, rows, shift = f"{match[1]}experts.{layer}.weight", 1, (expert * each + number, 0, 0)
+            view = _ungrouped(view, rank_experts, arguments.size("hidden_size"), match[2], where)
+        name, rows, shift = f"{match[1]}experts.{layer}.weight", 1, (expert * rank_experts + number, 0, 0)
     for box, part in _cut(name, view, rows, tensor, ranks, arguments):
         yield name, box.shift(shift), part
 

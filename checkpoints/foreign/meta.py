@@ -89,12 +89,12 @@ def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
 
 def _stated(params: dict[str, Any], where: Path) -> dict[str, Stated]:
     """Return the facts in ``params.json``; Llama 2's leaves the vocabulary to its tokenizer (-1)."""
-    stated = {
+    arguments = {
         ours: Stated(params[key], f"{key} in {where}")
         for key, ours in _FACTS.items()
         if params.get(key) not in (None, -1)
     }
     if "n_heads" in params:
-        stated.setdefault("num_key_value_heads", Stated(params["n_heads"], f"n_heads in {where}"))
-    stated["rope_scaling"] = Stated(bool(params.get("use_scaled_rope")), f"use_scaled_rope in {where}")
-    return stated
+        arguments.setdefault("num_key_value_heads", Stated(params["n_heads"], f"n_heads in {where}"))
+    arguments["rope_scaling"] = Stated(bool(params.get("use_scaled_rope")), f"use_scaled_rope in {where}")
+    return arguments

@@ -75,10 +75,10 @@ class Table(StrictRecord):
 
 def table_named(name: str) -> Table:
     """Return the table that comes with trilith under this name, or the one in a TOML file of this path."""
-    known = known_tables()
-    path = known.get(name, Path(name))
-    expected = f"{', '.join(known)}, or a TOML file of rules"
-    require(name in known or path.suffix == ".toml", "convert", "--names", expected, repr(name))
+    tables = known_tables()
+    path = tables.get(name, Path(name))
+    expected = f"{', '.join(tables)}, or a TOML file of rules"
+    require(name in tables or path.suffix == ".toml", "convert", "--names", expected, repr(name))
     try:
         table = Table.model_validate(read_toml(path))
     except ValidationError as error:
@@ -107,14 +107,14 @@ def choose_table(
     weights = {name: shape for name, shape in shapes.items() if not asked.ignores(name)}
     if (own := rename_all(weights, hf, checkpoint.path)) is not None:
         return own.model_copy(update={"ignored": asked.ignored})
-    for known in known_tables():
-        table = table_named(known)
+    for table_name in known_tables():
+        table = table_named(table_name)
         if table.detect and table.prefix + table.detect in shapes:
             return table.model_copy(update={"ignored": table.ignored + asked.ignored})
-    seen = ", ".join(sorted(shapes)[:3])
+    first_names = ", ".join(sorted(shapes)[:3])
     todo = f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules"
     expected = "Hugging Face's names or those of a known table"
-    raise BadInput(checkpoint.path, "names", expected=expected, found=f"{seen}, ...", todo=todo)
+    raise BadInput(checkpoint.path, "names", expected=expected, found=f"{first_names}, ...", todo=todo)
 
 
 def rename_all(foreign: Mapping[str, Shape], hf: Mapping[str, Shape], where: object) -> Table | None:

@@ -61,8 +61,8 @@ class PackedFile(TensorFile):
                 self._packed[key.removesuffix(self.mark)] = tensors[first], tensors[second]
         files = (file for both in self._packed.values() for file in both)
         self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
-        made = {name: View.row_major("BF16", self.shape_of(name), 0) for name in self._packed}
-        super().__init__(path, made, 0, 0, None)
+        views = {name: View.row_major("BF16", self.shape_of(name), 0) for name in self._packed}
+        super().__init__(path, views, 0, 0, None)
 
     def among(self, tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
         """Return a folder's tensors with one of bf16 in place of each two that belong together."""
@@ -113,7 +113,7 @@ class ScaledFile(PackedFile):
         if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
             type_and_shape = f"{entry.dtype} {list(entry.shape)}"
             raise BadInput(numbers.path, name, expected="a matrix of F8_E4M3", found=type_and_shape)
-        expected = tuple(-(-size // each) for size, each in zip(entry.shape, self.block, strict=True))
+        expected = tuple(-(-size // width) for size, width in zip(entry.shape, self.block, strict=True))
         if (factors.dtype, factors.shape) != ("F32", expected):
             type_and_shape = f"{factors.dtype} {list(factors.shape)}"
             raise BadInput(
@@ -125,9 +125,9 @@ class ScaledFile(PackedFile):
         """Multiply each block by its factor."""
         (row, column), (last_row, last_column), (high, wide) = box.start, box.stop, self.block
         columns = torch.arange(column, last_column) // wide - column // wide
-        each = max(1, _MULTIPLIED // (last_column - column))
-        for begin in range(row, last_row, each):
-            end = min(begin + each, last_row)
+        rows_at_once = max(1, _MULTIPLIED // (last_column - column))
+        for begin in range(row, last_row, rows_at_once):
+            end = min(begin + rows_at_once, last_row)
             factors = scales(Box((begin // high, column // wide), (-(-end // high), -(-last_column // wide))))
             rows = torch.arange(begin, end) // high - begin // high
             piece = numbers(Box((begin, column), (end, last_column))).float()
@@ -163,9 +163,9 @@ class UnpackedFile(PackedFile):
         (*start, column, row), (*stop, last_column, last_row) = box.start, box.stop
         first, last = column // _GROUP, -(-last_column // _GROUP)
         columns = slice(column - first * _GROUP, last_column - first * _GROUP)
-        each = max(1, _UNPACKED * (last_row - row) // box.size)
-        for begin in range(row, last_row, each):
-            end = min(begin + each, last_row)
+        rows_at_once = max(1, _UNPACKED * (last_row - row) // box.size)
+        for begin in range(row, last_row, rows_at_once):
+            end = min(begin + rows_at_once, last_row)
             groups = Box((*start, begin, first), (*stop, end, last))
             packed = numbers(Box((*groups.start, 0), (*groups.stop, _BYTES)))
             unpacked = unpack(packed, scales(groups))

@@ -86,13 +86,12 @@ def declared(command: Callable[..., None]) -> Callable[..., None]:
 
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
-    parameters = [
-        _declared(each, hints.get(each.name, each.annotation)) for each in signature.parameters.values()
-    ]
-    read = [each for each in parameters if {There, OrAddress} & {*get_args(hints.get(each.name))}]
+    plain = signature.parameters.values()
+    parameters = [_declared(option, hints.get(option.name, option.annotation)) for option in plain]
+    read = [option for option in parameters if {There, OrAddress} & {*get_args(hints.get(option.name))}]
     # typer reads both; the type of a function does not state the first.
     called.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    called.__annotations__ = {option.name: option.annotation for option in parameters}
     return called
 
 
@@ -140,14 +139,14 @@ def _continued(line: re.Match[str]) -> str:
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> None:
+def check_there(name: str | Path, expected: str, names_known: Sequence[str] = ()) -> None:
     """Raise ``BadInput`` for a path where nothing is, unless it is one of the ``known`` names.
 
     Whether an address will do is found out later. So it is with a text that may name a model of the hub (as
     ``from_hub`` tells), or a token file or what a killed command left: another file has its name in it.
     """
-    path, names_weights = Path(name), isinstance(name, str) and not known
-    if address_of(name) is not None or os.path.lexists(path) or str(name).lower() in known:
+    path, names_weights = Path(name), isinstance(name, str) and not names_known
+    if address_of(name) is not None or os.path.lexists(path) or str(name).lower() in names_known:
         return
     if names_weights:
         of_the_hub = _OF_THE_HUB.fullmatch(str(name)) and not os.path.lexists(path.parent)
@@ -157,12 +156,12 @@ def check_there(name: str | Path, expected: str, known: Sequence[str] = ()) -> N
             others = [] if isinstance(error, FileNotFoundError) else [path.name]
         if of_the_hub or path.name in ("", "..") or any(path.name in other for other in others):
             return
-    names = [] if path.suffix in (".toml", ".json") else known
+    names = [] if path.suffix in (".toml", ".json") else names_known
     near = get_close_matches(str(name).lower(), names, n=3)
     todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes"
     if not {*names} & {*size_names("")}:  # recipes alone, of which there are few
         todo = f"These come with trilith: {', '.join(names)}" if names else ""
         if names and str(name).lower() in size_names(""):
             todo = f"That is a size of a model: `trilith new --model {name}` writes a recipe that trains it"
-    absent = f"no such file or {'name' if known else 'folder'}"
+    absent = f"no such file or {'name' if names_known else 'folder'}"
     raise BadInput(name, expected=expected.partition(";")[0], found=absent, todo=todo)

@@ -54,10 +54,10 @@ def check(question: Question) -> None:
     if question.samples * question.length > MOST_TOKENS:
         expected = f"at most {counted(MOST_TOKENS // question.length, 'row')} of {question.length:,} tokens"
         raise BadInput("parity", "--samples", expected=expected, found=f"{question.samples:,}")
-    each, rest = divmod(question.samples, layout.data)
+    rank_samples, rest = divmod(question.samples, layout.data)
     expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
-    require(not rest and each >= layout.pipeline, "parity", "--samples", expected, question.samples)
-    check_schedule(question.schedule, layout, each, "parity")
+    require(not rest and rank_samples >= layout.pipeline, "parity", "--samples", expected, question.samples)
+    check_schedule(question.schedule, layout, rank_samples, "parity")
     layout.check_length(question.length, "parity", "--sequence-length")
 
 

@@ -249,8 +249,8 @@ def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
     Nobody can put the time back at which a file's content or entry was changed, ``ctime``.
     """
     files = [file for path in inputs for file in (dataset_files(path) if path.is_dir() else [path])]
-    stated = [(os.path.realpath(file), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
-    identity = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
+    states = [(os.path.realpath(file), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
+    identity = [states, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

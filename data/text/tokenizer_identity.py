@@ -23,14 +23,14 @@ def give_the_same_ids(folder: Path, other: Path) -> bool:
 
 
 def _decisive(folder: Path) -> dict[str, Any]:
-    stated = read_json(folder / _DECIDES, LARGEST_FILE)
-    model = {key: value for key, value in stated["model"].items() if not _is_default(value)}
+    tokenizer = read_json(folder / _DECIDES, LARGEST_FILE)
+    model = {key: value for key, value in tokenizer["model"].items() if not _is_default(value)}
     if "merges" in model:  # older files have "a b", newer ones ["a", "b"]
         model["merges"] = [
             merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]
         ]
-    parts = {name: stated.get(name) for name in ("normalizer", "pre_tokenizer")}
-    added = {token["content"]: token for token in stated.get("added_tokens") or []}
+    parts = {name: tokenizer.get(name) for name in ("normalizer", "pre_tokenizer")}
+    added = {token["content"]: token for token in tokenizer.get("added_tokens") or []}
     if (folder / "added_tokens.json").exists():
         for content, number in read_json(folder / "added_tokens.json").items():
             added.setdefault(content, {"id": number})

@@ -124,9 +124,9 @@ class Attention(AttentionLayer):
         state: ParallelState | None = None,
     ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
-        here = heads // alone_or(state).tensor.size
-        first = alone_or(state).tensor.index * here
-        alibi = None if alibi is None else alibi.of_heads(first, first + here)
+        rank_heads = heads // alone_or(state).tensor.size
+        first = alone_or(state).tensor.index * rank_heads
+        alibi = None if alibi is None else alibi.of_heads(first, first + rank_heads)
         trained = Scores(scale, soft_cap, alibi=alibi, dropout=dropout)
         super().__init__(heads, head_dim, head_dim, trained, window=window, state=state)
         self.rotary = rotary

@@ -242,8 +242,8 @@ def _seen(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor
 def _slices(q: Tensor, k: Tensor) -> list[slice]:
     """Return slices of query rows whose scores fit in memory."""
     batch, heads, queries, _ = q.shape
-    each = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
-    return [slice(start, min(start + each, queries)) for start in range(0, queries, each)]
+    length = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
+    return [slice(start, min(start + length, queries)) for start in range(0, queries, length)]
 
 
 def _drop(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Callable[[slice], Tensor | None]:

@@ -66,13 +66,13 @@ def causal_attention(
     device, widths = q_BHSE.device.type, (q_BHSE.shape[-1], v_BKSE.shape[-1])
     call = AttentionCall(device, q_BHSE.dtype, *widths, scope.masked, scope.cached, dropout > 0, scores.kind)
     chosen = choose_backend(call, backend)
-    made, causal = scope.takes(chosen, q_BHSE), scope.causal
+    mask_of_kernel, causal = scope.takes(chosen, q_BHSE), scope.causal
     if chosen == "varlen":
-        return varlen_attention(q_BHSE, k_BKSE, v_BKSE, made, scale=scale)
+        return varlen_attention(q_BHSE, k_BKSE, v_BKSE, mask_of_kernel, scale=scale)
     if chosen == "flex":
-        return flex_attention(q_BHSE, k_BKSE, v_BKSE, made, scores)
+        return flex_attention(q_BHSE, k_BKSE, v_BKSE, mask_of_kernel, scores)
     if chosen == "blockwise":
-        bias, (mask, fused) = None if alibi is None else alibi.bias(*scope.places(q_BHSE)), made
+        bias, (mask, fused) = None if alibi is None else alibi.bias(*scope.places(q_BHSE)), mask_of_kernel
         return blockwise_attention(
             q_BHSE, k_BKSE, v_BKSE, mask, scores, causal=causal, bias=bias, fused=fused
         )
@@ -89,7 +89,7 @@ def causal_attention(
             q_BHSE,
             k_BKSE,
             widened(v_BKSE, q_BHSE),
-            attn_mask=made,
+            attn_mask=mask_of_kernel,
             is_causal=causal,
             dropout_p=dropout,
             scale=scale,

@@ -85,8 +85,8 @@ def flex_attention(
         return out
     out, aux = returned
     # A sink takes its share of each softmax: the rest is the sum without it, over the sum with it.
-    left = torch.sigmoid(aux.lse - scores.sinks.to(aux.lse.dtype).view(-1, 1))
-    return out * left.to(out.dtype).unsqueeze(-1)
+    share = torch.sigmoid(aux.lse - scores.sinks.to(aux.lse.dtype).view(-1, 1))
+    return out * share.to(out.dtype).unsqueeze(-1)
 
 
 def _changed(soft_cap: float | None, slopes: Tensor | None) -> _ScoreMod | None:

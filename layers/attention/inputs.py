@@ -61,8 +61,8 @@ class AttentionInputs:
             lengths = torch.full_like(places, tokens)
             if positions is not None:
                 start = 0 if cache is None else cache.start
-                here = start + token_places(positions.shape[-1], state, positions.device)
-                lengths = document_lengths(positions, here, tokens, state)
+                row_places = start + token_places(positions.shape[-1], state, positions.device)
+                lengths = document_lengths(positions, row_places, tokens, state)
         self._ropes: dict[str, Rope] = {
             name: make(places, like.dtype, lengths) for name, make in (rotary or {}).items()
         }
@@ -87,7 +87,7 @@ class AttentionInputs:
         if positions is None or self.cache is not None:
             return positions
         positions = positions.reshape(-1, positions.shape[-1])
-        if (here := on_host(positions)) is None:
+        if (host_positions := on_host(positions)) is None:
             return positions
-        in_row = token_places(here.shape[-1], self.state, here.device)
-        return None if torch.equal(here, in_row.expand_as(here)) else positions
+        in_row = token_places(host_positions.shape[-1], self.state, host_positions.device)
+        return None if torch.equal(host_positions, in_row.expand_as(host_positions)) else positions

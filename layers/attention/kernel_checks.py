@@ -83,10 +83,10 @@ def _blocks(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, T
             return
         results = []
         for fused in (True, False):
-            here = replace(options, fused=fused)
-            out, log_sums = attend(q, k, v, here)
+            fused_options = replace(options, fused=fused)
+            out, log_sums = attend(q, k, v, fused_options)
             # As other blocks' keys would raise them.
-            grads = attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, here)
+            grads = attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, fused_options)
             results.append((out, log_sums, *grads))
         yield from zip(*results, strict=True)
 

@@ -70,8 +70,8 @@ class MultiHeadLatentAttention(AttentionLayer):
             self.q_up = ColumnParallelLinear(q_lora_rank, heads * key_dim, False, unit=key_dim, **alike)
         self.kv_down = ReplicatedLinear(hidden_size, sum(self.latent_parts), bias, **alike)
         self.kv_norm = RMSNorm(kv_lora_rank, state=state)
-        each = sum(self.value_parts)
-        self.kv_up = ColumnParallelLinear(kv_lora_rank, heads * each, False, unit=each, **alike)
+        head_width = sum(self.value_parts)
+        self.kv_up = ColumnParallelLinear(kv_lora_rank, heads * head_width, False, unit=head_width, **alike)
         for up in (self.kv_up,) if self.direct else (self.q_up, self.kv_up):
             up.recomputed = True  # many times wider than the latents from which it follows
         self.out = RowParallelLinear(heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **alike)

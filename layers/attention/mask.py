@@ -135,9 +135,9 @@ class AttentionScope:
                     continue
                 causal, mask, bias = keys == queries, None, None
                 if alibi is not None:
-                    here = torch.arange(chunk, device=self.state.device)
+                    offsets = torch.arange(chunk, device=self.state.device)
                     starts = self._firsts[0][:, rows] if last else None
-                    bias = alibi.bias(queries * chunk + here, begin + here, starts)
+                    bias = alibi.bias(queries * chunk + offsets, begin + offsets, starts)
                 if last > begin:  # it begins before what some query sees first
                     firsts = self._firsts[1][:, None, rows, None]
                     mask = begin + torch.arange(chunk, device=firsts.device) >= firsts
@@ -153,8 +153,8 @@ class AttentionScope:
     def _once(self, form: object, make: Callable[[], T]) -> T:
         if form not in self._made:
             self._made[form] = make()
-        made: T = self._made[form]
-        return made
+        mask: T = self._made[form]
+        return mask
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         mask = self._made.get("mask")
@@ -177,11 +177,12 @@ class AttentionScope:
 
     def _bounds_of_chunks(self, positions_BS: Tensor) -> list[list[int]]:
         """Return the lowest and the highest place that tokens of each chunk of queries see first."""
-        firsts, here = self._firsts[1], on_host(positions_BS)
-        if here is None and (torch.compiler.is_compiling() or positions_BS.is_meta):
+        firsts, host_positions = self._firsts[1], on_host(positions_BS)
+        if host_positions is None and (torch.compiler.is_compiling() or positions_BS.is_meta):
             return [[0, positions_BS.shape[1] * self.state.context.size]] * 2
-        if here is not None and here is not positions_BS:  # else an accelerator is waited for, once a forward
-            firsts = self._starts_and_firsts(here)[1]
+        # Else an accelerator is waited for, once a forward.
+        if host_positions is not None and host_positions is not positions_BS:
+            firsts = self._starts_and_firsts(host_positions)[1]
         halves = firsts.unflatten(-1, (2, -1))
         bounds: list[list[int]] = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
         return bounds

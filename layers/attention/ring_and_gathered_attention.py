@@ -80,18 +80,18 @@ def context_attention(
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each context rank's keys and values, this rank's first: there a token sees at least itself."""
     size, index, group = state.context.size, state.context.index, state.context.group
-    here = torch.cat((k.flatten(), v.flatten()))
+    block = torch.cat((k.flatten(), v.flatten()))
     if not state.layout.ring:
-        gathered = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
+        gathered = engine.all_gather(block, 0, group).unflatten(0, (size, -1))
         for step in rounds(range(size), of_ranks=True):
             source = (index - step) % size
             yield source, *_both(gathered[source], k, v)
         return
     for step in rounds(range(size), of_ranks=True):
         last = step == size - 1
-        coming = here if last else ring_exchange_start(here, group)
-        yield (index - step) % size, *_both(here, k, v)
-        here = here if last else ring_exchange_wait(coming, here)
+        coming = block if last else ring_exchange_start(block, group)
+        yield (index - step) % size, *_both(block, k, v)
+        block = block if last else ring_exchange_wait(coming, block)
 
 
 def _both(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def restarts(positions: Tensor, *, wait: bool = False) -> bool:
     Numbers that the host does not have (see ``host_numbers``; traced, meta) are waited for only if told so.
     Otherwise the answer is true: attention by documents is right for one document a row as well.
     """
-    here = on_host(positions)
-    if here is None and (torch.compiler.is_compiling() or positions.is_meta or not wait):
+    host_positions = on_host(positions)
+    if host_positions is None and (torch.compiler.is_compiling() or positions.is_meta or not wait):
         return True
-    return bool(((positions if here is None else here)[..., 1:] == 0).any())
+    return bool(((positions if host_positions is None else host_positions)[..., 1:] == 0).any())

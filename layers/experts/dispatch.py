@@ -39,16 +39,16 @@ class Dispatch:
             self.counts = GroupSizes(ends_E)
             return
         chosen_E = ends_E.long().diff(prepend=ends_E.new_zeros(1))
-        here = num_experts // self.ranks
-        each = [here] * self.ranks
-        received_E = all_to_all(chosen_E, each, each, state.expert.group)
-        table = torch.stack([chosen_E, received_E]).view(2, self.ranks, here)
+        rank_experts = num_experts // self.ranks
+        sizes = [rank_experts] * self.ranks
+        received_E = all_to_all(chosen_E, sizes, sizes, state.expert.group)
+        table = torch.stack([chosen_E, received_E]).view(2, self.ranks, rank_experts)
         sent, received = table.tolist()
         self._sent, self._received = [sum(row) for row in sent], [sum(row) for row in received]
-        ends_here = received_E.view(self.ranks, here).sum(0).cumsum(0).to(torch.int32)
+        ends_here = received_E.view(self.ranks, rank_experts).sum(0).cumsum(0).to(torch.int32)
         self.counts = GroupSizes(ends_here, [sum(column) for column in zip(*received, strict=True)])
         # Rows come by rank and then by expert; the experts want them by expert.
-        labels = torch.arange(here, device=flat.device).repeat(self.ranks)
+        labels = torch.arange(rank_experts, device=flat.device).repeat(self.ranks)
         self._by_expert = labels.repeat_interleave(received_E, output_size=sum(self._received)).argsort(
             stable=True
         )

@@ -59,20 +59,20 @@ class Experts(DeclaredModule):
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
-        made = self._products(("up", "gate"), x_MD, counts)
-        return self._products(("down",), self.act(made["gate"]) * made["up"], counts)["down"]
+        hidden = self._products(("up", "gate"), x_MD, counts)
+        return self._products(("down",), self.act(hidden["gate"]) * hidden["up"], counts)["down"]
 
     def _products(self, names: tuple[str, ...], x: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
         stacks = {name: local(cast(Tensor, getattr(self, name))) for name in names}
-        made = {
+        outputs = {
             name: grouped_mm(x, stack.transpose(1, 2) if self.transposed else stack, counts)
             for name, stack in stacks.items()
         }
         for adapter in self.adapters:
             if not adapter.b.keys().isdisjoint(names):
                 for name, change in adapter(x, counts).items():
-                    made[name] = made[name] + change
-        return made
+                    outputs[name] = outputs[name] + change
+        return outputs
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.up).shape)}"
@@ -157,7 +157,7 @@ def stacks_of_experts(model: nn.Module, layout: Layout) -> list[nn.Module]:
         module
         for module in model.modules()
         if layout.expert > 1
-        and any(stated.experts for stated in module.__dict__.get("declared", {}).values())
+        and any(declaration.experts for declaration in module.__dict__.get("declared", {}).values())
     ]
 
 

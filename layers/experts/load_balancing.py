@@ -99,8 +99,8 @@ class Balancing:
         if not self._experts:
             return torch.zeros(0, dtype=torch.float64)
         # The ranks of a tensor group saw the same tokens.
-        here = self._here.items() if self.state.counts_here else ()
-        counted = {name: router.sums for name, router in here if router.sums is not None}
+        routers = self._here.items() if self.state.counts_here else ()
+        counted = {name: router.sums for name, router in routers if router.sums is not None}
         alone, device = self.state.layout.world == 1, self.state.device
         if alone and counted:  # made without a state, it is not told where the model is
             device = next(iter(counted.values())).device

@@ -153,9 +153,9 @@ class TopKRouter(DeclaredModule):
             if not in_backward():
                 self._count(counts_E, losses)
             return weights_BSK
-        each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
+        row_scale = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
-        loss = loss * (each * float(state.counts_here))
+        loss = loss * (row_scale * float(state.counts_here))
         same_BSK: Tensor = _Inject.apply(weights_BSK, loss, counts_E, losses, self)
         return same_BSK
 

@@ -80,14 +80,14 @@ def causal_convolution(
         y_RCL = F.conv1d(x_RCL, weight_C1K, bias_C, padding=padding, groups=x_RCL.shape[1])
         return y_RCL[..., : x_RLC.shape[1]].transpose(1, 2)
     whole = F.pad(x_RLC, (0, 0, count, 0)) if before is None else torch.cat((before, x_RLC), dim=1)
-    seen = [(places_RL >= back).unsqueeze(-1) for back in range(count + 1)]
+    reaches = [(places_RL >= back).unsqueeze(-1) for back in range(count + 1)]
 
     def taps(whole: Tensor, weight_C1K: Tensor) -> Tensor:
         length = whole.shape[1] - count
         summed = whole.new_zeros(())
-        for back, here in enumerate(seen):
+        for back, reached in enumerate(reaches):
             moved = whole[:, count - back : count - back + length]
-            summed = summed + moved.masked_fill(~here, 0.0) * weight_C1K[:, 0, count - back]
+            summed = summed + moved.masked_fill(~reached, 0.0) * weight_C1K[:, 0, count - back]
         return summed
 
     y_RLC = recomputed(taps, whole, weight_C1K)

@@ -121,21 +121,21 @@ def gated_delta_rule(
         in_chunks(x.to(inner).unflatten(2, (heads, -1)).permute(0, 2, 3, 1), 3)
         for x in (log_decay_RLH, beta_RLH)
     )
-    left = Decay(decay, runs.places)
+    decays = Decay(decay, runs.places)
 
-    system = (k @ k.mT) * left.between * beta.unsqueeze(-1)  # only below the diagonal
-    asked = torch.cat((v, k * left.before.unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
+    system = (k @ k.mT) * decays.between * beta.unsqueeze(-1)  # only below the diagonal
+    asked = torch.cat((v, k * decays.before.unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, asked, upper=False, unitriangular=True)
     # What a chunk writes is ``new`` less what it takes back of the state before it.
     new, taken = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    ends = (k * left.after.unsqueeze(-1)).mT
+    ends = (k * decays.after.unsqueeze(-1)).mT
     identity = torch.eye(k.shape[-1], dtype=inner, device=k.device)
-    through = left.through[..., None, None] * identity - ends @ taken  # M
+    through = decays.through[..., None, None] * identity - ends @ taken  # M
     written = ends @ new  # N
 
     before, last = runs.states(matmul, through, written, first)  # (R, K, G, N, E, V)
-    own = (q @ k.mT) * left.between
-    y = (q * left.before.unsqueeze(-1)) @ before + own @ (new - taken @ before)
+    own = (q @ k.mT) * decays.between
+    y = (q * decays.before.unsqueeze(-1)) @ before + own @ (new - taken @ before)
     y = y.flatten(3, 4)[:, :, :, :length].permute(0, 3, 1, 2, 4)  # (R, L, K, G, V)
     outputs: Tensor = y.flatten(2, 3)
     return outputs, last

@@ -125,9 +125,9 @@ def state_space(
     # (R, G, C, T, N)
     b, c = (in_chunks(tensor.to(inner).transpose(1, 2), 2) for tensor in (into_RLGN, out_RLGN))
     pairs, b, c = groups.spread(c @ b.mT), groups.spread(b), groups.spread(c)
-    left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), runs.places)
+    decays = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), runs.places)
 
-    written = b.mT @ (x * left.after.unsqueeze(-1))  # (R, H, C, N, P)
-    before, last = runs.states(mul, left.through[..., None, None], written, first)  # (R, H, C, N, P)
-    y = (pairs * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
+    written = b.mT @ (x * decays.after.unsqueeze(-1))  # (R, H, C, N, P)
+    before, last = runs.states(mul, decays.through[..., None, None], written, first)  # (R, H, C, N, P)
+    y = (pairs * decays.between) @ x + (c @ before) * decays.before.unsqueeze(-1)
     return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last

@@ -90,9 +90,9 @@ class Runs:
         early, late = own_chunks(self.state.context.index, self.state.context.size)
         states = [first]
         for run_map in _in_order(maps.unflatten(0, (-1, 2)), self.state)[:late]:
-            left, new = run_map.split((through[0].numel(), written[0].numel()), dim=1)
-            left, new = left.view(-1, *through.shape[1:]), new.view(-1, *written.shape[1:])
-            states.append(times(left, states[-1]) + new)
+            decay, new = run_map.split((through[0].numel(), written[0].numel()), dim=1)
+            decay, new = decay.view(-1, *through.shape[1:]), new.view(-1, *written.shape[1:])
+            states.append(times(decay, states[-1]) + new)
         return torch.stack((states[early], states[late]), dim=1).flatten(0, 1)
 
     def recurrence(
@@ -105,7 +105,7 @@ class Runs:
         """
         inputs = tuple(self.cut(x) for x in inputs)
         if self.cache is None:
-            return self.join(recomputed(lambda *here: rule(*here, self)[0], *inputs))
+            return self.join(recomputed(lambda *cut_inputs: rule(*cut_inputs, self)[0], *inputs))
         y, last = rule(*inputs, self, self.cache.recall(module))
         self.cache.remember(module, last)
         return y
@@ -150,7 +150,7 @@ class _Recomputed(torch.autograd.Function):
             for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
-            made = ctx.function(*inputs)
+            outputs = ctx.function(*inputs)
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(made, wanted, grads[0]))
+        gradients = iter(torch.autograd.grad(outputs, wanted, grads[0]))
         return None, *(next(gradients) if need else None for need in needed)

@@ -41,14 +41,14 @@ def check_files(folders: list[Path]) -> Iterator[Finding]:
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary)
     places = {"working directory": Path.cwd(), "compile cache": cache, "temporary": temporary}
     places |= {str(folder): folder for folder in folders}
-    seen: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, place in places.items():
         there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
         key = os.path.realpath(there)
-        if key in seen:
-            yield Finding(GROUP, name, "ok", f"{there}: the same folder as {seen[key]}")
+        if key in names:
+            yield Finding(GROUP, name, "ok", f"{there}: the same folder as {names[key]}")
             continue
-        seen[key] = name
+        names[key] = name
         yield _place(name, there)
 
 

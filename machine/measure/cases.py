@@ -137,8 +137,8 @@ class Bench:
 
 def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
     """Yield what is to be measured, in order; what this machine cannot hold is yielded as left out."""
-    made = (_speed, _parity, _links, _mfu, _memory, _saving, _conversion)
-    for part, make in zip(PARTS, made, strict=True):
+    makers = (_speed, _parity, _links, _mfu, _memory, _saving, _conversion)
+    for part, make in zip(PARTS, makers, strict=True):
         if part in parts:
             yield from make(bench)
 

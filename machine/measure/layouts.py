@@ -35,10 +35,10 @@ def compare_layout(layout: dict[str, Any], device: str, compiled: bool = False) 
         alone = _run(ParallelState.alone(), "fp64")
         expected = assemble([alone.gradients])
         for name in BOUNDS:
-            seen = _run(state, name, sharded=True, compiled=compiled)
-            figures[f"{name}: loss"] = abs(seen.losses[0] / alone.losses[0] - 1)
+            of_layout = _run(state, name, sharded=True, compiled=compiled)
+            figures[f"{name}: loss"] = abs(of_layout.losses[0] / alone.losses[0] - 1)
             distance = _worst if name == "fp64" else _norm
-            figures[f"{name}: gradients"] = distance(expected, seen.gradients, state)
+            figures[f"{name}: gradients"] = distance(expected, of_layout.gradients, state)
     wrong = [key for key, value in figures.items() if not value <= BOUNDS[key.partition(":")[0]]]
     bounds = ", ".join(f"{name} {bound:g}" for name, bound in BOUNDS.items())
     return {
@@ -72,8 +72,8 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
 
 
 def _worst(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:
-    here = {name: expected[name] for name in gradients}
-    worst = torch.tensor([gap for _, gap in differences(here, [gradients])], dtype=torch.float64).max()
+    of_rank = {name: expected[name] for name in gradients}
+    worst = torch.tensor([gap for _, gap in differences(of_rank, [gradients])], dtype=torch.float64).max()
     return float(_over_ranks(worst, dist.ReduceOp.MAX, state))
 
 

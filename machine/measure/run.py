@@ -108,8 +108,8 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
     GPUs are asked in a process of its own, which gives their memory back.
     """
     require(device in (None, "cpu", "cuda"), "bench", "--device", "cpu or cuda", device)
-    here = in_ranks(gpus, 1, {}, seconds=120.0).result
-    names = here.get("names", [])
+    gpu_facts = in_ranks(gpus, 1, {}, seconds=120.0).result
+    names = gpu_facts.get("names", [])
     require(device != "cuda" or names, "bench", "--device", "a GPU that torch sees", no_gpu(), NO_GPU)
     device = device or ("cuda" if names else "cpu")
     names = names if device == "cuda" else []
@@ -118,22 +118,22 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
         "gpus": len(names),
         "ranks": len(names) or CPU_RANKS,
         "names": names,
-        "memory": here["free"] if names else memory_available() or 0,
+        "memory": gpu_facts["free"] if names else memory_available() or 0,
         **host(),
         "cuda": torch.version.cuda or "",
-        "nccl": here.get("nccl", ""),
+        "nccl": gpu_facts.get("nccl", ""),
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
 
-def _measured(case: Case, left: float, minutes: float) -> Row:
+def _measured(case: Case, seconds_left: float, minutes: float) -> Row:
     if case.work is None:
         return Row(case.part, case.what, "left out", note=case.note)
-    if left < _LEAST:
+    if seconds_left < _LEAST:
         note = f"the {minutes:g} minutes are over; --minutes gives more, --only {case.part} runs it alone"
         return Row(case.part, case.what, "left out", note=note)
     began = time.monotonic()
-    ran = in_ranks(case.work, case.world, case.options, seconds=min(case.seconds, left))
+    ran = in_ranks(case.work, case.world, case.options, seconds=min(case.seconds, seconds_left))
     seconds = time.monotonic() - began
     if ran.error:
         note = "; ".join(text for text in (ran.error, case.note) if text)

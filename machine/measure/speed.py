@@ -25,22 +25,22 @@ def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[st
     ``rounds``: of small blocks. Ranks of a CPU begin each measurement at the same moment, because they share
     its memory and its clock.
     """
-    here, ranks = torch.device(device), int(os.environ["WORLD_SIZE"])
+    on, ranks = torch.device(device), int(os.environ["WORLD_SIZE"])
     work: dict[str, Callable[[], float]] = {
-        "matmul, bf16: TFLOP/s": lambda: matmul_flops(here, side) / 1e12,
-        "matmul, fp32: TFLOP/s": lambda: matmul_flops(here, side // 2, torch.float32) / 1e12,
-        "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
-        "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
-        "operator of one number: us": lambda: launch_seconds(here) * 1e6,
-        "operator in a block: us": lambda: blocks.operator_seconds(here, rounds) * 1e6,
-        "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
+        "matmul, bf16: TFLOP/s": lambda: matmul_flops(on, side) / 1e12,
+        "matmul, fp32: TFLOP/s": lambda: matmul_flops(on, side // 2, torch.float32) / 1e12,
+        "attention, bf16: TFLOP/s": lambda: attention_flops(on, side // 2, torch.bfloat16) / 1e12,
+        "attention, fp32: TFLOP/s": lambda: attention_flops(on, side // 2, torch.float32) / 1e12,
+        "operator of one number: us": lambda: launch_seconds(on) * 1e6,
+        "operator in a block: us": lambda: blocks.operator_seconds(on, rounds) * 1e6,
+        "copy: GB/s read and written": lambda: copy_rate(on, megabytes) / 1e9,
     }
-    if here.type == "cpu":  # a GPU works while the host goes on
+    if on.type == "cpu":  # a GPU works while the host goes on
         for mode in blocks.AGAIN:
             name = f"checkpointing {mode}, for an operator: us"
-            work[name] = partial(lambda mode: blocks.added_by(here, rounds, mode) * 1e6, mode)
-    if here.type == "cuda":
-        work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
+            work[name] = partial(lambda mode: blocks.added_by(on, rounds, mode) * 1e6, mode)
+    if on.type == "cuda":
+        work["host to device, pinned: GB/s"] = lambda: transfer_rate(on, megabytes) / 1e9
     if ranks == 1:
         return {"figures": {name: measure() for name, measure in work.items()}}
     figures: Figures = {}
@@ -110,8 +110,8 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
     world = int(os.environ["WORLD_SIZE"])
     figures: Figures = {}
     with process_group(Layout.of(tensor=world), device=device) as state:
-        here = state.device
-        whole = torch.ones((megabytes << 20) // 4 // world * world, device=here)
+        on = state.device
+        whole = torch.ones((megabytes << 20) // 4 // world * world, device=on)
         part = whole[: whole.numel() // world].clone()
         share = (world - 1) / world
         sent: dict[str, tuple[Callable[[], object], float]] = {
@@ -120,14 +120,14 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
             "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole), share),
         }
         for name, (work, factor) in sent.items():
-            figures[f"{name}: GB/s"] = factor * whole.nbytes / median_seconds(work, here, rounds=10) / 1e9
-        small = torch.ones(1024, device=here)
-        alone = median_seconds(lambda: dist.all_reduce(small), here, rounds=50)
+            figures[f"{name}: GB/s"] = factor * whole.nbytes / median_seconds(work, on, rounds=10) / 1e9
+        small = torch.ones(1024, device=on)
+        alone = median_seconds(lambda: dist.all_reduce(small), on, rounds=50)
         figures["all-reduce of 4 KiB: us"] = alone * 1e6
         if device == "cpu":
             ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
             modes: tuple[Checkpointing, ...] = ("none", *blocks.AGAIN)
-            alone_in = {mode: blocks.block_seconds(here, rounds, mode) for mode in modes}
+            alone_in = {mode: blocks.block_seconds(on, rounds, mode) for mode in modes}
             for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
                 for mode, block in alone_in.items():
                     seconds = blocks.collective_seconds(ranks, rounds, mode, alone=block)

@@ -66,10 +66,10 @@ def _alike(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator
 
 def _folders(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[_Found]:
     for folder in cards[0]["folders"]:
-        each = [card["folders"][folder] for card in cards]
-        rates = [disk["written"] for disk in each if not disk["error"]]
+        disks = [card["folders"][folder] for card in cards]
+        rates = [disk["written"] for disk in disks if not disk["error"]]
         usual = median_high(rates) if rates else 0.0
-        for name, disk in zip(names, each, strict=True):
+        for name, disk in zip(names, disks, strict=True):
             text = (
                 f"writes {disk['written'] / _GB:.2f} GB/s, reads {disk['read'] / _GB:.2f} GB/s, "
                 f"{disk['free'] / _GB:.1f} GB free"

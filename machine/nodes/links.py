@@ -45,15 +45,15 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
         seats.insert(1, seats.pop())
 
 
-def measure_links(store: dist.Store, here: int, count: int) -> list[Link]:
-    """Measure every link of ``count`` nodes, called on each; return those whose first node is ``here``."""
+def measure_links(store: dist.Store, own_number: int, count: int) -> list[Link]:
+    """Measure every link of ``count`` nodes, called on each; return those of which this node is the first."""
     links = []
     for number, pairs in enumerate(rounds(count)):
         _meet(store, f"round/{number}", count)
         for first, second in pairs:
-            if here in (first, second):
-                link = _measure(dist.PrefixStore(f"link/{first}/{second}", store), first, second, here)
-                links += [link] if here == first else []
+            if own_number in (first, second):
+                link = _measure(dist.PrefixStore(f"link/{first}/{second}", store), first, second, own_number)
+                links += [link] if own_number == first else []
     return links
 
 
@@ -68,9 +68,9 @@ def _meet(store: dist.Store, name: str, count: int) -> None:
         store.wait([f"{name}/all"], 2 * _BROKEN)
 
 
-def _measure(store: dist.Store, first: int, second: int, here: int) -> Link:
+def _measure(store: dist.Store, first: int, second: int, own_number: int) -> Link:
     """Measure one link from both of its ends; the first end has the result."""
-    me = int(here == second)
+    me = int(own_number == second)
     try:
         group = dist.ProcessGroupGloo(store, me, 2, _BROKEN)
         latency, ahead = _ping(group, me)

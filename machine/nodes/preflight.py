@@ -29,12 +29,12 @@ def node_card(folders: Sequence[Path]) -> dict[str, Any]:
     """Return what this node says of itself, in a form that JSON can hold: its name, Slurm's or else the
     host's, the facts in which all nodes should be alike, and its folders.
     """
-    facts, here = versions(), gpus()
-    names = here["names"]
+    facts, gpu_facts = versions(), gpus()
+    names = gpu_facts["names"]
     facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     return {
         "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "facts": facts | ({"NCCL": here["nccl"], "driver": driver()} if names else {}),
+        "facts": facts | ({"NCCL": gpu_facts["nccl"], "driver": driver()} if names else {}),
         "folders": {str(folder): asdict(measure_folder(folder)) for folder in folders},
     }
 
@@ -50,29 +50,29 @@ def preflight(
     bits a second. ``come``: how long a node is waited for; one that does not come is named and the others are
     still compared. Raises ``BadInput`` if nobody started this process on several nodes.
     """
-    here = launched()
-    if here is None:
+    process = launched()
+    if process is None:
         raise BadInput(
             "doctor", "--nodes", expected="a process on each node, started by torchrun or srun",
             found="none of their variables",
             todo="For instance: srun --ntasks-per-node=1 trilith doctor --nodes FOLDER",
         )  # fmt: skip
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"trilith/nodes/{attempt}", open_store(here, come))
-    store.set(f"card/{here.rank}", json.dumps(node_card(folders or [Path.cwd()])))
-    if here.rank == 0:
-        _admit(store, here.world, come)
+    store = dist.PrefixStore(f"trilith/nodes/{attempt}", open_store(process, come))
+    store.set(f"card/{process.rank}", json.dumps(node_card(folders or [Path.cwd()])))
+    if process.rank == 0:
+        _admit(store, process.world, come)
     store.wait(["members"], 2 * come)
     members: list[int] = json.loads(store.get("members"))
-    if here.rank in members:
-        number = members.index(here.rank)
+    if process.rank in members:
+        number = members.index(process.rank)
         links = [asdict(link) for link in measure_links(store, number, len(members))]
         store.set(f"links/{number}", json.dumps(links))
-    if here.rank:
-        store.set(f"left/{here.rank}", "")
+    if process.rank:
+        store.set(f"left/{process.rank}", "")
         return None
-    preflight = _result(store, members, here.world, gbits)
-    came = [rank for rank in range(1, here.world) if store.check([f"card/{rank}"])]
+    preflight = _result(store, members, process.world, gbits)
+    came = [rank for rank in range(1, process.world) if store.check([f"card/{rank}"])]
     with suppress(RuntimeError):  # the store may be in this process: the others first read from it
         store.wait([f"left/{rank}" for rank in came], _LEAVE)
     return preflight

@@ -81,8 +81,8 @@ class ModelConfig(BaseModel):
                 extra = base.model_fields[name].json_schema_extra
                 own: Any = extra["keys"] if isinstance(extra, dict) else keys.get(name, [name])
                 keys[name] = own
-                for known in (name, *keys[name]):
-                    fixed.pop(known, None)
+                for spelling in (name, *keys[name]):
+                    fixed.pop(spelling, None)
             fixed |= base.__dict__.get("FIXED", {})
         cls.KEYS, cls.HARMLESS = keys, fixed
         cls.OWN_NAMES = {key: name for name, own in keys.items() for key in own if key != name}
@@ -100,7 +100,7 @@ class ModelConfig(BaseModel):
         repeated = {key: raw[key] for key in sorted(cls.NOT_KEYS & raw.keys())}
         for key in sorted(cls.HARMLESS.keys() & raw.keys() - repeated.keys()):
             value, legal = raw[key], cls.HARMLESS[key]
-            if value is not None and not any(type(value) is type(each) and value == each for each in legal):
+            if value is not None and not any(type(value) is type(x) and value == x for x in legal):
                 expected = f"{' or '.join(map(literal, legal)) or 'absent'}: this family has no other"
                 raise BadInput(where, key, expected=expected, found=literal(value), todo=OTHER_WAY)
         raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
@@ -134,11 +134,11 @@ class ModelConfig(BaseModel):
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = cls.OWN_NAMES.get(key, key)
-            known = fields.get(name)
-            if known is not None and value is not None and known != value:
-                expected = f"{literal(known)}, as {name} has under its other name"
+            earlier = fields.get(name)
+            if earlier is not None and value is not None and earlier != value:
+                expected = f"{literal(earlier)}, as {name} has under its other name"
                 raise BadInput(where, key, expected=expected, found=literal(value))
-            fields[name] = known if value is None else value
+            fields[name] = earlier if value is None else value
         return fields
 
     @classmethod
@@ -175,9 +175,9 @@ class ModelConfig(BaseModel):
 
     def _check_repeated(self, key: str, value: object, where: str) -> None:
         """Refuse a key that is not read and says something else than the family's own key."""
-        stated = getattr(self, key)
-        if value is not None and value != stated:
-            expected = f"absent or {literal(stated)}, as {self.spelled(key)} says"
+        current = getattr(self, key)
+        if value is not None and value != current:
+            expected = f"absent or {literal(current)}, as {self.spelled(key)} says"
             todo = f"transformers does not read this key: state it as {self.spelled(key)}"
             raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
 
@@ -194,8 +194,8 @@ class ModelConfig(BaseModel):
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
         """Return the keys that the family neither reads nor knows to have no effect."""
-        known = {*cls.model_fields, *cls.OWN_NAMES, *cls.HARMLESS, *cls.read_keys()}
-        return sorted(raw.keys() - known - INERT)
+        read = {*cls.model_fields, *cls.OWN_NAMES, *cls.HARMLESS, *cls.read_keys()}
+        return sorted(raw.keys() - read - INERT)
 
     @classmethod
     def spelled(cls, name: str) -> str:

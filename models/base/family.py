@@ -173,8 +173,8 @@ def _declarations(
 
 @lru_cache(maxsize=16)
 def _links(family: Family, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
-    (stated,) = family.declarations(config)
-    shapes = {name: declaration.shape for name, declaration in stated.items()}
+    (declared,) = family.declarations(config)
+    shapes = {name: declaration.shape for name, declaration in declared.items()}
     further = multi_token_rules(family.rules, tied=config.tie_word_embeddings)
     return expand(
         *(family.rules, shapes, config.num_hidden_layers, config),

@@ -144,8 +144,8 @@ def shapes_of(links: Iterable[Link]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for link in links:
         stop = link.piece.hull.stop
-        known = shapes.get(link.hf)
-        shapes[link.hf] = stop if known is None else tuple(map(max, known, stop))
+        shape = shapes.get(link.hf)
+        shapes[link.hf] = stop if shape is None else tuple(map(max, shape, stop))
     return shapes
 
 
@@ -207,8 +207,8 @@ def links_of(
             source = _source(rule, Box.whole(shape).shift(offset), name, index)
             at += _rows(shape, rule.dim)
             for own, piece in laid_out:
-                if (made := piece.through(source)) is not None:
-                    yield Link(own, made, rule.copy)
+                if (composed := piece.through(source)) is not None:
+                    yield Link(own, composed, rule.copy)
 
 
 def _source(rule: Rule, box: Box, name: str, index: Shape) -> Piece[str]:

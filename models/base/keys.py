@@ -57,12 +57,12 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
     """Refuse more keys, on all levels together, than there is a use for: each that is unknown costs a warning
     or an error of its own.
     """
-    left: list[Mapping[str, Any]] = [raw]
+    tables: list[Mapping[str, Any]] = [raw]
     count = 0
-    while left:
-        table = left.pop()
+    while tables:
+        table = tables.pop()
         count += len(table)
-        left += [value for value in table.values() if isinstance(value, Mapping)]
+        tables += [value for value in table.values() if isinstance(value, Mapping)]
         if count > MOST_KEYS:
             raise BadInput(where, expected=f"at most {MOST_KEYS} keys in all", found="more")
 
@@ -72,8 +72,8 @@ def check_file(raw: Mapping[str, Any], where: str) -> None:
     check_keys(raw, where)
     for key in ("dtype", "torch_dtype"):  # what a converted model's config would state anew
         value = raw.get(key)
-        known = getattr(torch, value, None) if isinstance(value, str) else None
-        if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        dtype = getattr(torch, value, None) if isinstance(value, str) else None
+        if value not in (None, "auto") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             expected = "float32, bfloat16 or another floating type of torch's"
             raise BadInput(where, key, expected=expected, found=literal(value))
     if raw.get("auto_map"):

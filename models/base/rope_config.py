@@ -132,10 +132,10 @@ def read_scaling(
         expected, other = f"{literal(kind)}, as rope_type says", literal(section["type"])
         raise BadInput(where, f"{key}.type", expected=expected, found=other)
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    known = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
+    keys = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
     if isinstance(kind, str):
-        known |= {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
-    for name in sorted(set(section) - known):
+        keys |= {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
+    for name in sorted(set(section) - keys):
         expected = "absent: it changes the rotation and is not supported"
         raise BadInput(where, f"{key}.{name}", expected=expected, found=literal(section[name]))
     if kind == "default" or (kind is None and set(section) <= {"rope_theta"}):
@@ -173,10 +173,10 @@ def _with_lengths(fields: dict[str, Any], raw: Mapping[str, Any], kind: str) -> 
     if kind == "dynamic":  # as transformers has it, whatever is stated
         fields["original_max_position_embeddings"] = most
     elif kind in ("yarn", "longrope"):
-        stated: Any = raw.get(
+        original_length: Any = raw.get(
             "original_max_position_embeddings", fields.get("original_max_position_embeddings")
         )
-        original: Any = most if stated is None else stated
+        original: Any = most if original_length is None else original_length
         fields["original_max_position_embeddings"] = original
         lengths = isinstance(most, int) and isinstance(original, int) and original > 0
         if fields.get("factor") is None and lengths:

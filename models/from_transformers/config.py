@@ -79,9 +79,9 @@ class AdoptedConfig(ModelConfig):
             warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         with in_one_line(where, expected=f"what transformers' {kind} reads"):
             config = _read(raw)
-            known = config._encode_special_floats(config.to_dict())  # as its files have infinity
-            stated = {key: entry for key, entry in known.items() if key not in _FREE}
-            written = json.dumps(stated | {"model_type": kind}, sort_keys=True)
+            as_dict = config._encode_special_floats(config.to_dict())  # as its files have infinity
+            fields = {key: entry for key, entry in as_dict.items() if key not in _FREE}
+            written = json.dumps(fields | {"model_type": kind}, sort_keys=True)
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
         if config.model_type in FROM_PADDING and config.pad_token_id is None:
@@ -118,8 +118,8 @@ class AdoptedConfig(ModelConfig):
         """Return the keys that transformers' config class does not name."""
         with quiet():  # its defaults may not fit each other
             usual = config_class(str(raw["model_type"]))()
-        known = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
-        return sorted(raw.keys() - known - INERT - _READ_ELSEWHERE)
+        read = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
+        return sorted(raw.keys() - read - INERT - _READ_ELSEWHERE)
 
     @property
     def experts_of_token(self) -> int:
@@ -133,9 +133,9 @@ class AdoptedConfig(ModelConfig):
 
 def _read(raw: Mapping[str, Any]) -> Any:
     """Return transformers' config object of the dict of a file, which stays as it is."""
-    stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
+    fields = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
     of_type = config_class(raw["model_type"])
-    return of_type.from_dict(of_type._decode_special_floats(stated))
+    return of_type.from_dict(of_type._decode_special_floats(fields))
 
 
 def config_class(kind: str) -> Any:
@@ -204,8 +204,8 @@ def refusals(kind: str) -> dict[str, str]:
     row, tried = proved()["types"].get(kind), proved()["transformers"]
     if row is None or "refused" in row:
         return {"": row["refused"] if row else f"no test has tried it with transformers {tried}"}
-    stated = AXES | row.get("why", {})
-    return {axis: stated[axis] for axis in AXES if axis not in row["proved"]}
+    reasons = AXES | row.get("why", {})
+    return {axis: reasons[axis] for axis in AXES if axis not in row["proved"]}
 
 
 def offered() -> dict[str, tuple[str, ...]]:

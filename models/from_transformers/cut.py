@@ -78,23 +78,23 @@ class Cutter:
     def __init__(
         self, model: Any, cfg: AdoptedConfig, shown: Probed, stage: Stage, state: ParallelState | None
     ) -> None:
-        kind, here = cfg.model_type, alone_or(state)
+        kind, rank_state = cfg.model_type, alone_or(state)
         self.model, self.plan, self.in_part = model, plan_of(model), shown.in_part
         of_text = model.config.get_text_config(decoder=True).to_dict()
         shares = [share for key, share in of_text.items() if "drop" in key]
-        self.drops = here.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
+        self.drops = rank_state.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
         self.draws = dict[nn.Module, OwnDraws]()
         self.fused = dict[str, tuple[str, int, int]]()
-        why = next(self._why_uncut(), "") if here.tensor.size > 1 else ""
+        why = next(self._why_uncut(), "") if rank_state.tensor.size > 1 else ""
         if why:
-            raise BadInput(kind, "tensor", expected="1", found=here.tensor.size, todo=why)
+            raise BadInput(kind, "tensor", expected="1", found=rank_state.tensor.size, todo=why)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is None or head is None:
             raise BadInput(kind, expected="a model with an embedding and an output layer", found="another")
         _check_shared(model, kind, embedding, head)
         tied = embedding if head.weight is embedding.weight else None
         leave_out(model, shown, stage, but=tied if stage.last else None)
-        outside = without_sequence(here)
+        outside = without_sequence(rank_state)
         of_ends = None if state is None else outside
         modules = {module: path for path, module in model.named_modules() if not isinstance(module, StandIn)}
         if modules.pop(embedding, None) is not None:
@@ -106,10 +106,10 @@ class Cutter:
         inside = {module for block in blocks for region in _regions(block) for module in region.modules()}
         between = {module for block in blocks for module in block.modules()} - inside
         for module, path in modules.items():
-            self._cut(path, module, here if module in between else outside)
-        if here.sequence:
-            gather = partial(_of_tokens, gather_from_tensor, cfg.hidden_size, here)
-            keep = partial(_of_tokens, split_to_tensor, cfg.hidden_size, here)
+            self._cut(path, module, rank_state if module in between else outside)
+        if rank_state.sequence:
+            gather = partial(_of_tokens, gather_from_tensor, cfg.hidden_size, rank_state)
+            keep = partial(_of_tokens, split_to_tensor, cfg.hidden_size, rank_state)
             for region in (region for block in blocks for region in _regions(block)):
                 surround(region, gather, keep)
             surround(blocks[0], keep if stage.first else None)
@@ -134,8 +134,8 @@ class Cutter:
     def _cut(self, path: str, module: nn.Module, state: ParallelState) -> None:
         """Put a layer of ours in the place of a linear; declare what another module has of its own."""
         name = self.plan.get(path, "")
-        known = STYLES.get(name)  # on one tensor rank it may be any
-        style = known if isinstance(known, Style) else Style()
+        row = STYLES.get(name)  # on one tensor rank it may be any
+        style = row if isinstance(row, Style) else Style()
         if type(module) is nn.Linear:
             self._linear(path, module, style, state)
             return
@@ -169,16 +169,16 @@ class Cutter:
         # Each rank has a part of what the linear takes or gives.
         in_part = style.layer is not ReplicatedLinear and not (style.takes or style.gives)
         unit = head if of_heads and in_part else 1
-        made = style.layer(inputs, outputs, biased, unit=unit, state=state)
-        (part,) = made.parts.values()
-        stated = vars(part)["declared"]
-        for leaf in stated:
-            stated[leaf] = replace(stated[leaf], initial=initial_of(getattr(module, leaf)))
+        linear = style.layer(inputs, outputs, biased, unit=unit, state=state)
+        (part,) = linear.parts.values()
+        declared = vars(part)["declared"]
+        for leaf in declared:
+            declared[leaf] = replace(declared[leaf], initial=initial_of(getattr(module, leaf)))
         called = {"owner": owner} if style.gives is _latent_and_rope else {}
-        surround(made, *(change and partial(change, state=state, **called) for change in style[1:]))
+        surround(linear, *(change and partial(change, state=state, **called) for change in style[1:]))
         if self.drops and in_part:
-            self.draws.setdefault(owner, OwnDraws(owner, state)).of(made)
-        self.model.set_submodule(path, made)
+            self.draws.setdefault(owner, OwnDraws(owner, state)).of(linear)
+        self.model.set_submodule(path, linear)
 
 
 def _of_tokens(change: Callable[..., Tensor], width: int, state: ParallelState, x: Tensor) -> Tensor:

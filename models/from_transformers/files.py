@@ -47,18 +47,18 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _joined(self, parts: Sequence[Tensor], dim: int) -> list[Link]:
-        made, start = [self.links(part) for part in parts], [0] * parts[0].dim()
+        links_of_parts, start = [self.links(part) for part in parts], [0] * parts[0].dim()
         links = list[Link]()
-        for part, part_links in zip(parts, made, strict=True):
+        for part, part_links in zip(parts, links_of_parts, strict=True):
             links += _through(part_links, Piece.plain(Box.whole(tuple(part.shape)), "", tuple(start)))
             start[dim] += part.shape[dim]
-        return links if all(made) else []
+        return links if all(links_of_parts) else []
 
     def links(self, x: Tensor, name: str = "") -> list[Link]:
         """Return the links of our parameters to a tensor, called ``name``; none if they are lost."""
         base = x if x._base is None else x._base
-        seen = _seen(x, base, name)
-        return [] if seen is None else _through(self.links_of.get(base, []), seen)
+        piece = _seen(x, base, name)
+        return [] if piece is None else _through(self.links_of.get(base, []), piece)
 
 
 def _through(links: Sequence[Link], part: Piece[str]) -> list[Link]:
@@ -70,9 +70,9 @@ def _seen(view: Tensor, base: Tensor, name: str) -> Piece[str] | None:
     """Return where the elements of ``base`` lie in a view of it, or nothing where dims are merged or cut."""
     if view is base:
         return Piece.plain(Box.whole(tuple(base.shape)), name)
-    left, start = int(view.storage_offset() - base.storage_offset()), [0] * base.dim()
+    offset, start = int(view.storage_offset() - base.storage_offset()), [0] * base.dim()
     for dim in sorted(range(base.dim()), key=base.stride, reverse=True):
-        start[dim], left = divmod(left, base.stride(dim))
+        start[dim], offset = divmod(offset, base.stride(dim))
     stop, dims = [first + 1 for first in start], list[int | None]([None] * base.dim())
     by_stride = {base.stride(dim): dim for dim in range(base.dim()) if base.shape[dim] > 1}
     for along, size in enumerate(view.shape):
@@ -121,10 +121,10 @@ def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[
     with in_one_line(kind, "files", expected=expected), tracer:
         written = revert_weight_conversion(model, traced)
     for name, tensor in written.items():
-        if not (made := tracer.links(tensor, name)):
+        if not (of_tensor := tracer.links(tensor, name)):
             expected = "a tensor of files made by renaming, splitting, stacking and transposing"
             raise BadInput(kind, name, expected=expected, found="one that transformers makes otherwise")
-        links += made
+        links += of_tensor
     for name in sorted({link.ours for link in ours} - {link.ours for link in links}):
         expected, actual = "a tensor of files that holds it", "none, by transformers' rules"
         raise BadInput(kind, name, expected=expected, found=actual)

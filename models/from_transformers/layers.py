@@ -55,7 +55,7 @@ class StandIn(nn.Module):
             raise StageEnd(x)
         if "num_embeddings" in vars(self):
             # Tables of positions are given shapes, nothing or the mask first, which may have no memory.
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            tensors = [argument for argument in (*args, *named.values()) if isinstance(argument, Tensor)]
             like = min(tensors, key=lambda tensor: tensor.is_meta)
             return torch.zeros(1, 1, vars(self)["embedding_dim"], device=like.device)
         x = x if self.received is None else self.received
@@ -71,8 +71,8 @@ def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None)
             model.set_submodule(f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
     elsewhere: list[str] = []
     for path, module in around_blocks(model, shown).items():
-        here = (stage.last if path in shown.exit else stage.first) or module is but
-        if here or path.startswith(tuple(elsewhere)):
+        used_here = (stage.last if path in shown.exit else stage.first) or module is but
+        if used_here or path.startswith(tuple(elsewhere)):
             continue
         if shown.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
             module._parameters.update(dict.fromkeys(module._parameters))
@@ -123,11 +123,11 @@ def cut_embedding(module: Any, kind: str, *, ends: bool, state: ParallelState | 
         actual = f"{type(module).__name__}({module.extra_repr()})"
         raise BadInput(kind, "embedding", expected=expected, found=actual)
     was, initial = type(module), initial_of(module.weight)
-    made = VocabParallelEmbedding(*module.weight.shape, ends=ends, initial=initial, state=state)
+    embedding = VocabParallelEmbedding(*module.weight.shape, ends=ends, initial=initial, state=state)
     module.__class__ = Lookup if was is nn.Embedding else type(was.__name__, (was, Lookup), {})
-    module.state, module.rows = made.state, made.rows
+    module.state, module.rows = embedding.state, embedding.rows
     # Plain, since Gemma 4's code reads a row of it itself.
-    declare_parameter(module, "weight", declarations(made)["weight"], made.state, plain=True)
+    declare_parameter(module, "weight", declarations(embedding)["weight"], embedding.state, plain=True)
 
 
 def head_of(
@@ -136,14 +136,14 @@ def head_of(
     """Return an output layer of our own for transformers'. ``tied_to``: the embedding whose weight it has."""
     if type(module) is not nn.Linear:
         raise BadInput(kind, "output layer", expected="nn.Linear", found=type(module).__name__)
-    made = VocabParallelHead(
+    head = VocabParallelHead(
         module.in_features, module.out_features,
         bias=module.bias is not None, initial=initial_of(module.weight), state=state,
     )  # fmt: skip
     if tied_to is not None:
-        del made._parameters["weight"], made.__dict__["declared"]["weight"]
-        made.__class__, made.__dict__["embedding"] = TiedHead, tied_to
-    return made
+        del head._parameters["weight"], head.__dict__["declared"]["weight"]
+        head.__class__, head.__dict__["embedding"] = TiedHead, tied_to
+    return head
 
 
 def declare_own(
@@ -159,11 +159,11 @@ def declare_own(
         del (module._buffers if name in stored else module._parameters)[name]
         cut, still, initial = cuts.get(name), not tensor.requires_grad, initial_of(tensor)
         sums = name in partial and not cut and not still and state.tensor.size > 1
-        stated = Declaration(
+        declaration = Declaration(
             tuple(tensor.shape), cut, partial=("tensor",) * sums, initial=initial,
             buffer=still, integer=not tensor.is_floating_point(),
         )  # fmt: skip
-        declare_parameter(module, name, stated, state, plain=True)
+        declare_parameter(module, name, declaration, state, plain=True)
 
 
 GATE_AND_UP = ("gate_proj", "up_proj")
@@ -195,9 +195,9 @@ def without_sequence(state: ParallelState) -> ParallelState:
     """Return the same rank's state in a layout whose activations are whole."""
     if not state.sequence:
         return state
-    made = copy(state)
-    made.layout, made.around = replace(state.layout, sequence=False), state
-    return made
+    whole = copy(state)
+    whole.layout, whole.around = replace(state.layout, sequence=False), state
+    return whole
 
 
 class OwnDraws:

@@ -197,8 +197,8 @@ class TransformersFamily(Family):
         for a transformers that is older than the one that they have proved types with.
         """
         kind, wanted, installed = self.model_type, proved()["transformers"], version("transformers")
-        here, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
-        if here < least:
+        have, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
+        if have < least:
             expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
             raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
         if not self.trusted and (why := refusals(kind).get("")):

@@ -267,12 +267,12 @@ def path_of_blocks(model: Any, count: int) -> str:
 
 def _read_by(outputs: Sequence[Tensor], until: Set[Any] = frozenset()) -> set[Tensor]:
     """Return the parameters that a backward would come to, without running it; it ends at nodes ``until``."""
-    left, nodes, read = [output.grad_fn for output in outputs], {*until}, set[Tensor]()
-    while left:
-        node: Any = left.pop()
+    queue, nodes, read = [output.grad_fn for output in outputs], {*until}, set[Tensor]()
+    while queue:
+        node: Any = queue.pop()
         if node is not None and node not in nodes:
             nodes.add(node)
-            left += [before for before, _ in node.next_functions]
+            queue += [before for before, _ in node.next_functions]
             read |= {node.variable} if hasattr(node, "variable") else set()
     return read
 
@@ -290,8 +290,8 @@ def _why_not_ours(model: nn.Module, blocks: str, problems: Sequence[str]) -> str
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
     for module in model.modules():  # of which transformers computes some anew by the positions that are there
-        stated = vars(module).get("rope_type")
-        for rope in stated.values() if isinstance(stated, dict) else [stated]:
+        rope_type = vars(module).get("rope_type")
+        for rope in rope_type.values() if isinstance(rope_type, dict) else [rope_type]:
             if rope in ("dynamic", "longrope"):
                 return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not problems:

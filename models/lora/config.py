@@ -89,8 +89,8 @@ class LoraConfig(BaseModel):
                 expected = " or ".join(map(literal, wanted))
                 todo = "Nothing else is supported"
                 raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
-        known = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
-        for key in sorted(set(raw) - known):
+        read = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
+        for key in sorted(set(raw) - read):
             if raw[key] not in (None, False, "", [], {}):
                 expected = "absent: it changes the adapter and is not supported"
                 raise BadInput(where, key, expected=expected, found=literal(raw[key]))
@@ -149,10 +149,10 @@ class LoraConfig(BaseModel):
             expected = "0 beside target_parameters, as in peft"
             raise BadInput(where, "lora_dropout", expected=expected, found=self.lora_dropout)
         for key in ("rank_pattern", "alpha_pattern", "layers_pattern", "target_modules", "exclude_modules"):
-            stated = getattr(self, key) or ()
-            if isinstance(stated, tuple) and key != "layers_pattern":
+            patterns = getattr(self, key) or ()
+            if isinstance(patterns, tuple) and key != "layers_pattern":
                 continue  # names
-            for pattern in (stated,) if isinstance(stated, str) else stated:
+            for pattern in (patterns,) if isinstance(patterns, str) else patterns:
                 checked(pattern, where, key)
 
     def _is_in_a_wanted_block(self, module: str) -> bool:

@@ -53,10 +53,10 @@ class AdaptedFamily(Family):
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
         model.family = self
         model.requires_grad_(False)
-        here, modules = dict(linears(model)), dict(model.named_modules())
+        linears_here, modules = dict(linears(model)), dict(model.named_modules())
         with making(dtype, device):
             for site in self.sites(config):
-                if (layer := here.get(site.layer)) is not None:
+                if (layer := linears_here.get(site.layer)) is not None:
                     options = self._options(site) | {"dropout": self.lora.lora_dropout}
                     attach_lora(layer, outputs=site.outputs or None, **options)
             for stack in self.stacks(config):
@@ -108,10 +108,10 @@ class AdaptedFamily(Family):
         targeted = tuple(site for site in all_sites if lora.targets(site.name))
         if not lora.all_linear:
             _check_no_experts(self, config)
-            known = {site.stored for site in all_sites}
+            in_sites = {site.stored for site in all_sites}
             for name in self.base.links(config)[1]:
                 module = name.removesuffix(".weight")
-                if name.endswith(".weight") and name not in known and lora.targets(module):
+                if name.endswith(".weight") and name not in in_sites and lora.targets(module):
                     others = "LoRA on embeddings, norms, routers and the output layer is not supported"
                     expected = f"linears of the blocks: {others}"
                     raise BadInput("lora", "target_modules", expected=expected, found=module)
@@ -152,10 +152,8 @@ class AdaptedFamily(Family):
                 expected = f"blocks 0 to {config.num_hidden_layers - 1}"
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
         all_sites, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
-        known = ", ".join(sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks}))
-        of_stacks = (
-            f"ends of names such as {known}" if stacks else "none: no stack of experts that takes adapters"
-        )
+        ends = ", ".join(sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks}))
+        of_stacks = f"ends of names such as {ends}" if stacks else "none: no experts that take adapters"
         of_linears = f"ends of names such as {leaves(all_sites)}"
         for key, among, expected in (
             ("target_parameters", stacks, of_stacks),
@@ -236,7 +234,7 @@ def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
     """Yield every matrix of an expert, named as a module of Hugging Face's files; in transformers' own models
     it is a matrix that they stack.
     """
-    (stated,) = family.base.declarations(config)
+    (declared,) = family.base.declarations(config)
     for link in family.base.links(config)[0]:
-        if stated[link.ours].experts or len(link.ours_box.shape) > len(link.hf_box.shape):
+        if declared[link.ours].experts or len(link.ours_box.shape) > len(link.hf_box.shape):
             yield link.hf.removesuffix(".weight")

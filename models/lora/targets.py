@@ -109,7 +109,7 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
             name = f"{holder}.{'_'.join(names)}_proj"
             by_expert = () if stacked else zip(*links, strict=True)
-            in_files = tuple(tuple(link.hf.removesuffix(".weight") for link in each) for each in by_expert)
+            in_files = tuple(tuple(link.hf.removesuffix(".weight") for link in own) for own in by_expert)
             count, stored = (shape[0], links[0][0].hf) if stacked else (len(in_files), "")
             site = name, layer, outputs, in_files, inner, count, holder, stored
             sites.append(ExpertSite(*site, transposed=stacked and turned))

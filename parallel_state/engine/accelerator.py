@@ -65,8 +65,8 @@ def module_of(device: Device) -> Any:
 def uuid(device: Device) -> str | None:
     """Return the UUID of a GPU; ``None`` if torch knows none."""
     describe = getattr(module_of(device), "get_device_properties", None)
-    known = None if describe is None else getattr(describe(device), "uuid", None)
-    return None if known is None else str(known)
+    identity = None if describe is None else getattr(describe(device), "uuid", None)
+    return None if identity is None else str(identity)
 
 
 def capability(device: Device) -> tuple[int, int]:

@@ -78,9 +78,9 @@ def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     other alone: unlike sends it comes in order with the group's other collectives, and needs no tags.
     """
     size, rank = group.size(), group.rank()
-    here = [x.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
+    received = [x.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
     there = [x.numel() if peer == (rank - 1) % size else 0 for peer in range(size)]
-    coming = _ops.all_to_all_single(x.contiguous().view(-1), there, here, group.group_name)
+    coming = _ops.all_to_all_single(x.contiguous().view(-1), there, received, group.group_name)
     return cast(Tensor, coming)
 
 

@@ -26,8 +26,8 @@ def make_fake(
 def view_of_fake(mode: FakeTensorMode, view: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return what an operator gives that views its first argument, a fake tensor, without ``mode``."""
     with in_kernel_invocation_manager(mode):
-        made = view(*args, **kwargs)
+        views = view(*args, **kwargs)
     device = args[0].fake_device
-    if isinstance(made, Tensor):
-        return FakeTensor(mode, made, device)
-    return type(made)(FakeTensor(mode, part, device) for part in made)
+    if isinstance(views, Tensor):
+        return FakeTensor(mode, views, device)
+    return type(views)(FakeTensor(mode, part, device) for part in views)

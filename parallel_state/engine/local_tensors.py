@@ -33,14 +33,14 @@ def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
 
 def local_data(x: Tensor) -> Tensor:
     """Return what this rank stores of ``x``, sharing memory and outside autograd."""
-    here = x._local_tensor if is_dtensor(x) else x
-    return here.detach() if here.requires_grad else here
+    local = x._local_tensor if is_dtensor(x) else x
+    return local.detach() if local.requires_grad else local
 
 
 def real_data(x: Tensor) -> Tensor:
     """Return what this rank stores of ``x``, sharing memory: of complex numbers, pairs of real ones."""
-    here = local_data(x)
-    return torch.view_as_real(here) if here.is_complex() else here
+    local = local_data(x)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 _OPTIM = torch.optim
@@ -60,7 +60,7 @@ def update_stored(optimizer: torch.optim.Optimizer) -> None:
     tensors beside them and no two meshes in one call, and lacks some operators.
     """
     kind: Any = type(optimizer)
-    here = weakref.ref(optimizer)  # a circle would keep the moments
+    optimizer_ref = weakref.ref(optimizer)  # a circle would keep the moments
     if kind not in BY_ELEMENT | BY_TENSOR or "_init_group" in vars(optimizer):
         return
 
@@ -70,7 +70,7 @@ def update_stored(optimizer: torch.optim.Optimizer) -> None:
         if not group.get("differentiable"):  # before it, since Muon's moments lie as their gradients do
             for parameter in group["params"]:
                 _cut_gradient(parameter)
-        answer = kind._init_group(here(), group, parameters, grads, *moments)
+        answer = kind._init_group(optimizer_ref(), group, parameters, grads, *moments)
         if not group.get("differentiable"):
             for tensors in (parameters, grads, *moments):
                 tensors[:] = [_stored(x, kind in BY_ELEMENT) if isinstance(x, Tensor) else x for x in tensors]
@@ -97,18 +97,18 @@ def keep_momentum(optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
     for parameter in (parameter for group in groups for parameter in group["params"]):
         if is_dtensor(parameter) and parameter._local_tensor in optimizer.state:
-            for key, here in optimizer.state.pop(parameter._local_tensor).items():
-                optimizer.state[parameter][key] = like(parameter, here)
+            for key, moment in optimizer.state.pop(parameter._local_tensor).items():
+                optimizer.state[parameter][key] = like(parameter, moment)
 
 
-def like(parameter: Tensor, here: Tensor) -> Tensor:
-    """Return this rank's piece ``here`` of a tensor that is cut as ``parameter`` is; its gradient, say."""
+def like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """Return a tensor that is cut as ``parameter`` is, of which ``piece`` is this rank's."""
     if not is_dtensor(parameter):
-        return here
+        return piece
     from torch.distributed.tensor import DTensor
 
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(here, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(piece, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:

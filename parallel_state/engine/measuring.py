@@ -31,12 +31,12 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
     the host waits for the device before and after each wait, so the block runs without overlap; ``compiled``
     code keeps its own collectives, which are then not seen.
     """
-    waited, here = Waited(), threading.get_ident()
+    waited, thread = Waited(), threading.get_ident()
     settle = partial(synchronize, device) if is_accelerator(device) else None
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **options: Any) -> Any:
-            if settle is None and threading.get_ident() != here:
+            if settle is None and threading.get_ident() != thread:
                 return call(*args, **options)
             if settle is not None:
                 settle()
@@ -75,9 +75,9 @@ def group_ranks() -> dict[str, list[int]]:
 
 def recorded_collectives() -> dict[str, str]:
     """Return torch's records as JSON texts by backend: ``gloo``, and ``nccl`` where it is built in."""
-    made = torch._C._distributed_c10d
+    c10d = torch._C._distributed_c10d
     kinds = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-    return {name: getattr(made, call)(True, False) for name, call in kinds.items() if hasattr(made, call)}
+    return {name: getattr(c10d, call)(True, False) for name, call in kinds.items() if hasattr(c10d, call)}
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def dump_on_timeout(prefix: str) -> Iterator[None]:
     """Let NCCL's watchdog, which ends the process when a collective times out, first write its records to
     ``prefix`` and the rank's number. It begins before the process group is made. What is set stays.
     """
-    stated = {_DUMP_PLACE: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    ours = stated.keys() - os.environ.keys()
-    os.environ.update({name: stated[name] for name in ours})
+    variables = {_DUMP_PLACE: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    ours = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in ours})
     try:
         yield
     finally:

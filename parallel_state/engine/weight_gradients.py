@@ -56,11 +56,11 @@ def passes_through_others(group: Group) -> bool:
 
 
 def _below(node: Any) -> Iterator[Any]:
-    seen, queue = {node}, [node]
+    visited, queue = {node}, [node]
     while queue:
         for after, _ in queue.pop().next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
+            if after is not None and after not in visited:
+                visited.add(after)
                 queue.append(after)
                 yield after
 
@@ -117,10 +117,10 @@ def _compute_group(group: Group, weight_of: Mapping[Any, nn.Parameter], *, retai
 
 
 def compute_input_gradients(
-    made: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
+    outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
 ) -> Sequence[Group]:
     """Compute the gradients of a stage's inputs, the first part of its backward; return what is left."""
-    _, groups = _module_of_parts().stage_backward_input(made, grads, inputs, weights)
+    _, groups = _module_of_parts().stage_backward_input(outputs, grads, inputs, weights)
     return cast(Sequence[Group], groups)
 
 

@@ -125,8 +125,8 @@ class Evaluator:
         for store in stores:
             gather, scatter, replicas, *_ = exchanges[store]
             if store.zero > 1:
-                each = scatter + gather * (store.zero == 3)
-                bounds.append(max(of_stages, flow.count * each + replicas))
+                seconds = scatter + gather * (store.zero == 3)
+                bounds.append(max(of_stages, flow.count * seconds + replicas))
             else:
                 exchanged = scatter + replicas + gather * store.zero
                 bounds.append(of_stages + max(0.0, exchanged - of_micro_batch))
@@ -157,7 +157,7 @@ class Evaluator:
             whole = self._parameters(replace(choice.layout, pipeline=1, virtual_stages=1, v_shape=False), 0)
             blocks = whole.stages[0][: len(whole.stages[0]) - self.request.config.mtp_blocks]
             of_blocks = [(ranks.exchange(group), number / pipeline) for group, number in blocks]
-            shares = [[seconds * share for seconds in each] for each, share in of_blocks]
+            shares = [[seconds * share for seconds in times] for times, share in of_blocks]
             none = [0.0] * len(Exchange._fields)  # of a model whose blocks are not known
             exchanges[store] = Exchange(*map(sum, zip(none, *shares, strict=True)))
         return exchanges

@@ -59,11 +59,11 @@ def simplest_first(answers: Iterable[Answer]) -> list[Answer]:
     """Return the layouts by their seconds, but those that are tied with the fastest one, then those that are
     tied with the fastest one of the rest, and so on, by what they need.
     """
-    ordered, left = list[Answer](), sorted(answers, key=lambda answer: answer.time.seconds)
-    while left:
-        tied = [answer for answer in left if ties(answer, left[0])]
+    ordered, unordered = list[Answer](), sorted(answers, key=lambda answer: answer.time.seconds)
+    while unordered:
+        tied = [answer for answer in unordered if ties(answer, unordered[0])]
         ordered += sorted(tied, key=lambda answer: (*answer.choice.needs, answer.time.seconds))
-        left = left[len(tied) :]
+        unordered = unordered[len(tied) :]
     return ordered
 
 
@@ -107,12 +107,12 @@ def _search(
                 progress(outcome)
     if outcome.legal == legal:
         raise none_legal(request, outcome.tally)
-    left = outcome.legal - outcome.settled
+    slower = outcome.legal - outcome.settled
     ordered = simplest_first(outcome.best)
     outcome.best = ordered[:shown]
     for than, layouts in (
         ("or hardly faster than simpler layouts, which are shown", len(ordered[shown:])),
-        ("than the best, by a lower bound of their time", left),
+        ("than the best, by a lower bound of their time", slower),
     ):
         if layouts:
             outcome.tally.add(Reason("slower", than, layouts, ""))

@@ -91,9 +91,9 @@ def memory_of_step(record: StepRecord) -> str:
     phases, sizes = zip(*record.timeline, strict=True)
     unit, scale = unit_of(record.peak)
     for colour, phase in zip(COLOURS, dict.fromkeys(phases), strict=False):
-        here = [each == phase for each in phases]
-        height = [size / scale for size in sizes]
-        axes.fill_between(range(len(sizes)), height, step="post", where=here, color=colour, label=phase, lw=0)
+        where = [in_piece == phase for in_piece in phases]
+        x, height = range(len(sizes)), [size / scale for size in sizes]
+        axes.fill_between(x, height, step="post", where=where, color=colour, label=phase, lw=0)
     axes.axhline(record.peak / scale, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0)
     axes.set_xticks([])

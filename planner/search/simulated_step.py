@@ -102,9 +102,8 @@ def simulated_steps(
     model, state = step.model, step.state
     ledger.name(model)
     begin_moments(model, optimizer)
-    moments = [
-        moment for each in optimizer.state.values() for moment in each.values() if isinstance(moment, Tensor)
-    ]
+    in_state = (entry for entries in optimizer.state.values() for entry in entries.values())
+    moments = [entry for entry in in_state if isinstance(entry, Tensor)]
     ledger.mark("moments", moments)
     # A run asks a function once whether it is a loss. Without numbers nothing answers: each step would ask.
     asked_once = mock.patch.object(FunctionLoss, "find_faults", Loss.find_faults)
@@ -126,7 +125,7 @@ def simulated_steps(
             update(result)
             ledger.updating = False
     axes = axes_of_groups(state)
-    sent = [replace(each, axis=axes.get(each.axis, each.axis)) for each in ledger.collectives]
+    sent = [replace(call, axis=axes.get(call.axis, call.axis)) for call in ledger.collectives]
     stored = [*model.parameters(), *moments]
     return StepRecord(
         rank=state.rank,

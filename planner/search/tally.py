@@ -29,9 +29,9 @@ class Tally:
 
     def add(self, reason: Reason) -> None:
         """Count layouts. The example with the least ``excess`` is kept, because it is nearest to fitting."""
-        known = self._reasons.get(reason[:2], reason._replace(layouts=0))
-        nearest = reason if reason.excess < known.excess else known
-        self._reasons[reason[:2]] = nearest._replace(layouts=known.layouts + reason.layouts)
+        earlier = self._reasons.get(reason[:2], reason._replace(layouts=0))
+        nearest = reason if reason.excess < earlier.excess else earlier
+        self._reasons[reason[:2]] = nearest._replace(layouts=earlier.layouts + reason.layouts)
 
     def include(self, other: "Tally") -> None:
         """Count all that another tally counts."""

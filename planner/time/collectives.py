@@ -130,8 +130,8 @@ class Links:
 
     def _all_to_all(self, place: Placement, size: float, count: int) -> float:
         """Time an exchange in which each rank gives an equal part of ``size`` to each."""
-        share, each = self.machine.efficiency.link("all_to_all"), size / place.ranks
-        away = each * (place.ranks - place.together)
-        near = each * (place.together - 1)
+        share, rank_share = self.machine.efficiency.link("all_to_all"), size / place.ranks
+        away = rank_share * (place.ranks - place.together)
+        near = rank_share * (place.together - 1)
         seconds = max(near / self.machine.inside.rate, away / self.machine.between.rate) / share
         return seconds + count * self._latency(place)

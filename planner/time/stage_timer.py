@@ -145,8 +145,8 @@ class StageTimer:
             if send.kind == "exchange":
                 seconds = self.links.exposed(seconds, scores if forward else scores_back)
             elif send.axis == "tensor" and not forward and send.kind != "all_gather":
-                left = self.links.exposed(seconds, beside)
-                beside, seconds = beside - (seconds - left), left
+                exposed = self.links.exposed(seconds, beside)
+                beside, seconds = beside - (seconds - exposed), exposed
             stage_seconds.add(send.axis, **{"forward" if forward else "inputs": seconds})
 
     def _compute(self, stage_seconds: StageSeconds, piece: Piece, *, compiled: bool) -> Seconds:

@@ -76,16 +76,16 @@ class StepTimer:
         return {rank: [*self._stages_of(rank)] for rank in dict.fromkeys(self._alike)}
 
     def _stages_of(self, rank: int) -> Iterator[StageSeconds]:
-        parameters, layout, known = self.parameters(rank), self.layout, dict[object, StageSeconds]()
+        parameters, layout, timed = self.parameters(rank), self.layout, dict[object, StageSeconds]()
         for number, cost in zip(layout.stages_of(rank), self.costs(rank), strict=True):
             # The parameters that are in no block count once on a rank.
             counts = number == 0 or (cost.loss is not None and layout.rank_of_stage(number) != 0)
-            if (cost, counts) not in known:
+            if (cost, counts) not in timed:
                 root = parameters.root if counts else None
                 stage = self.timer.stage(cost, self.work, parameters, root)
                 stage = self._exchanging(stage, cost, parameters, root) if layout.zero > 1 else stage
-                known[cost, counts] = stage
-            yield known[cost, counts]
+                timed[cost, counts] = stage
+            yield timed[cost, counts]
 
     def _exchanging(
         self, alone: StageSeconds, stage: StageCost, parameters: RankParameters, root: Group | None

@@ -27,8 +27,8 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     keys = {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"}
     ForeignConfig(raw, where).check_kind(keys, "TrainingArguments")
     defaults = _defaults()
-    stated = {key: value for key, value in raw.items() if value not in (None, "auto")}
-    config = ForeignConfig(defaults | stated, where)
+    arguments = {key: value for key, value in raw.items() if value not in (None, "auto")}
+    config = ForeignConfig(defaults | arguments, where)
     draft = RecipeDraft(where)
     deepspeed: Mapping[str, Any] = {}
     sizes, in_file = read_sizes(config), config.value("deepspeed")

@@ -40,10 +40,10 @@ def read_sizes(config: ForeignConfig) -> Sizes:
 def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: int) -> None:
     """Set the axes; the other ranks of ``ranks`` are data ranks."""
     replica_size = sizes.tensor * sizes.context
-    stated = sizes.shard * sizes.replicate > 1
-    if ranks % replica_size or (stated and "layout.data" not in draft.values and ranks != sizes.ranks):
+    shards_data = sizes.shard * sizes.replicate > 1
+    if ranks % replica_size or (shards_data and "layout.data" not in draft.values and ranks != sizes.ranks):
         expected = f"sizes whose product is the {counted(ranks, 'rank')}"
-        raise config.bad("parallelism_config", expected, sizes.ranks if stated else replica_size)
+        raise config.bad("parallelism_config", expected, sizes.ranks if shards_data else replica_size)
     section = config.section("parallelism_config")
     draft.set_axes(tensor=sizes.tensor)
     if sizes.context > 1:

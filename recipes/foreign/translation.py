@@ -24,8 +24,8 @@ LARGEST = 1e18
 @lru_cache(maxsize=3)
 def settings_of(origin: str) -> Mapping[str, Any]:
     """Return what ``settings.toml`` says of ``deepspeed``, ``trainer`` or ``megatron``."""
-    known: Mapping[str, Any] = read_toml(Path(__file__).with_name("settings.toml"))[origin]
-    return known
+    settings: Mapping[str, Any] = read_toml(Path(__file__).with_name("settings.toml"))[origin]
+    return settings
 
 
 def reason_of(origin: str, key: str) -> str:
@@ -94,8 +94,8 @@ class RecipeDraft:
         self, config: "ForeignConfig", origin: str, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> Self:
         """List what was not read and is no default, with the reason, and check the recipe."""
-        known = settings_of(origin)
-        silent, usual = known["meaningless"].split(), {**defaults, **known.get("usual", {})}
+        settings = settings_of(origin)
+        silent, usual = settings["meaningless"].split(), {**defaults, **settings.get("usual", {})}
         for key, setting in config.unread():
             if key not in silent and not (key in usual and usual[key] == setting):
                 self.miss(key, setting, reason_of(origin, key))
@@ -183,10 +183,10 @@ class ForeignConfig:
     def text(self, key: str) -> str | None:
         return self._of_type(str, key, "a string")
 
-    def one_of(self, key: str, known: Iterable[str]) -> str | None:
+    def one_of(self, key: str, choices: Iterable[str]) -> str | None:
         """Return the text, which must be one of those that are known."""
         text = self.text(key)
-        self.require(text is None or text in known, key, " or ".join(known), text)
+        self.require(text is None or text in choices, key, " or ".join(choices), text)
         return text
 
     def _of_type(self, kind: type[Setting], key: str, expected: str) -> Setting | None:

@@ -11,10 +11,10 @@ from ...storage.small_files import read_text
 _PAGE = Path(__file__).with_name("page.html")
 
 
-def is_page_of(command: str, seen: bytes) -> bool:
+def is_page_of(command: str, contents: bytes) -> bool:
     """Tell whether a file begins as a page that this command wrote."""
     mark = f'<meta name="generator" content="{command}">'
-    return seen.startswith(b"<!DOCTYPE html>") and mark.encode() in seen
+    return contents.startswith(b"<!DOCTYPE html>") and mark.encode() in contents
 
 
 def whole_page(title: str, body: str, *, command: str) -> str:

@@ -91,8 +91,8 @@ def read_archive(
             raise ValueError("a storage without a key and a number of elements")
         dtype, entry = _STORAGES[name.text], entries.get(f"{root}data/{key}")
         if entry is None or count * (BITS[dtype] // 8) != entry.end - entry.begin:
-            stated = "no such entry" if entry is None else f"{entry.end - entry.begin:,} bytes"
-            raise ValueError(f"{stated} for {count} elements of {dtype} in {root}data/{key}")
+            stored = "no such entry" if entry is None else f"{entry.end - entry.begin:,} bytes"
+            raise ValueError(f"{stored} for {count} elements of {dtype} in {root}data/{key}")
         file.know(entry)
         return _Storage(dtype, entry)
 
@@ -146,8 +146,8 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
         local = read(header, _LOCAL_SIZE + len(expected))
         named, extra = struct.unpack_from("<HH", local, 26)
         if (local[:4], local[_LOCAL_SIZE:], named) != (_LOCAL, expected, len(expected)):
-            stated = f"the header of {shown(name)} at byte {header:,}, as the directory says"
-            refuse(stated, shown(local[:8]))
+            promised = f"the header of {shown(name)} at byte {header:,}, as the directory says"
+            refuse(promised, shown(local[:8]))
         entry = ZipEntry(at := header + _LOCAL_SIZE + named + extra, at + nbytes, info.CRC)
         if entry.end > first + archive.start_dir:
             refuse(f"{shown(name)} before the directory", f"{nbytes:,} bytes from byte {at:,}")
@@ -265,7 +265,7 @@ def nested(stored: object, where: object, levels: int = 8) -> Iterator[tuple[str
     A dict that has several names is walked once, and a name of more than 500 letters is refused: a small file
     could say very many, and very long ones.
     """
-    level, seen = [("", stored)], set[int]()
+    level, visited = [("", stored)], set[int]()
     for _ in range(levels):
         below: list[tuple[str, object]] = []
         for prefix, parent in level:
@@ -276,7 +276,7 @@ def nested(stored: object, where: object, levels: int = 8) -> Iterator[tuple[str
                     raise BadInput(where, shown(name), expected=expected, found=f"one of {len(name):,}")
                 if name:
                     yield name, child
-                if name and isinstance(child, dict) and id(child) not in seen:
-                    seen.add(id(child))
+                if name and isinstance(child, dict) and id(child) not in visited:
+                    visited.add(id(child))
                     below.append((f"{name}.", child))
         level = below

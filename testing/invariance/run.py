@@ -86,9 +86,9 @@ def run_trial(
     """
     torch.set_default_dtype(DTYPE)
     state = ParallelState.alone() if layout is None else ParallelState.start(layout)
-    here = None if layout is None else state
+    trial_state = None if layout is None else state
     factory, loss, batch = trial.make()
-    model = factory(state=here)
+    model = factory(state=trial_state)
     witnessed = Witnessed(declarations(model), {} if layout is None else _misfits(model, state, expected))
     if layout is not None:
         everywhere: list[Any] = [None] * layout.world
@@ -110,7 +110,7 @@ def run_trial(
     stages = state.layout
     schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
     schedule = trial.schedule or schedule
-    step = Step(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
+    step = Step(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=trial_state)
 
     def once(samples: Samples) -> Tensor:
         result = step.launch(samples)
@@ -125,9 +125,9 @@ def run_trial(
 
     def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if read is not None:
-            load(read, model, optimizer, state=here)
+            load(read, model, optimizer, state=trial_state)
         if write is not None:
-            save(write, model, optimizer, step=trial.steps, state=here)
+            save(write, model, optimizer, step=trial.steps, state=trial_state)
 
     batches = [batch if layout is None else shard_batch(batch, state)] * trial.steps
     witnessed.run = observe(
@@ -140,19 +140,19 @@ def _misfits(model: nn.Module, state: ParallelState, expected: Declared) -> dict
     """Return, by name, how a parameter is held otherwise than declared, or declared otherwise than on one
     process.
     """
-    stated, misfits = declarations(model), {}
+    declared, misfits = declarations(model), {}
     for name, parameter in model.named_parameters():
-        promised, holds = stated[name].box(state.layout, state.at).shape, tuple(local_data(parameter).shape)
-        here, shape = stated[name].shape, expected[name].shape if name in expected else None
+        promised, holds = declared[name].box(state.layout, state.at).shape, tuple(local_data(parameter).shape)
+        shape_here, shape = declared[name].shape, expected[name].shape if name in expected else None
         if promised != holds:
             misfits[name] = f"{name} is declared so that a rank holds {promised}, and it holds {holds}"
         elif shape is None:
             misfits[name] = f"{name} is not there on one process"
-        elif here != shape:
-            misfits[name] = f"{name} is {here}, and {shape} on one process"
+        elif shape_here != shape:
+            misfits[name] = f"{name} is {shape_here}, and {shape} on one process"
             path, _, leaf = name.rpartition(".")
             if leaf not in model.get_submodule(path).__dict__.get("declared", {}):
-                dim = next((d for d, (a, b) in enumerate(zip(here, shape, strict=False)) if a != b), 0)
+                dim = next((d for d, (a, b) in enumerate(zip(shape_here, shape, strict=False)) if a != b), 0)
                 misfits[name] += (
                     ", and nobody declared it: a parameter that is cut says so, by "
                     f"declare(module, name, cut=Cut({dim}), state=state) or when declare_parameter makes it; "
@@ -163,14 +163,14 @@ def _misfits(model: nn.Module, state: ParallelState, expected: Declared) -> dict
 
 def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
     """Initialise weights, with noise on those that begin with equal values, where mistakes do not show."""
-    stated = declarations(model)
+    declared = declarations(model)
     own = {
         name
-        for name, declaration in stated.items()
+        for name, declaration in declared.items()
         if isinstance(declaration.initial, Own)
         and not callable(getattr(model.get_submodule(name.rpartition(".")[0]), "reset_parameters", None))
     }
-    initialize(model, seed, among=stated.keys() - own, state=state)
+    initialize(model, seed, among=declared.keys() - own, state=state)
     for name in own:
         local_data(model.get_parameter(name)).zero_()
     roughen(model, seed, state, also=own)

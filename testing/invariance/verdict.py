@@ -180,12 +180,12 @@ class Judge:
             if placement.kind == "partial":
                 waiting.append(event)
             elif placement.settled:
-                waiting = [each for each in waiting if not _sums(event, each, order)]
+                waiting = [rank for rank in waiting if not _sums(event, rank, order)]
             elif waiting:
                 return _unsummed(waiting[0], placement.relative, order)
             else:
                 return _differs(
-                    event, placement, order, {each.module for each in getattr(self.alone.seen, order)}
+                    event, placement, order, {rank.module for rank in getattr(self.alone.seen, order)}
                 )
         if not waiting:
             return None
@@ -206,13 +206,13 @@ class Judge:
         floats = [x for x in alone.values() if x.is_floating_point()]
         least = max((zero_share(x.dtype) * largest(x) for x in floats), default=0.0)
         callers: dict[str, set[int]] = {}
-        for rank, each in enumerate(self.ranks):
-            for event in getattr(each.seen, order):
+        for rank, trial_rank in enumerate(self.ranks):
+            for event in getattr(trial_rank.seen, order):
                 callers.setdefault(event.module, set()).add(self.layout.coordinates(rank).pipeline)
         for event, whole in alone.items():
             for group in self._tensor_groups() if len(callers.get(event.module, ())) < 2 else ():
-                seen = [getattr(rank.seen, order) for rank in group]
-                parts = [rank[event] for rank in seen if event in rank]
+                orders = [getattr(rank.seen, order) for rank in group]
+                parts = [rank[event] for rank in orders if event in rank]
                 if len(parts) == len(group):
                     yield event, place(whole, parts, tolerance=self.tolerance, least=max(least, 1e-300))
 
