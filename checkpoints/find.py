@@ -127,8 +127,8 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
 
 def folder_of_steps(folder: Path) -> Path:
     """Return where the checkpoints of a run's folder are, or else the folder itself."""
-    inside = folder / CHECKPOINTS
-    return inside if holds_steps(inside) and not holds_steps(folder) else folder
+    checkpoints = folder / CHECKPOINTS
+    return checkpoints if holds_steps(checkpoints) and not holds_steps(folder) else folder
 
 
 def _newest(root: Path, whole: bool) -> Found:
@@ -174,8 +174,8 @@ def whole_copy(folder: RemoteFolder, name: str) -> Manifest:
     manifest = Manifest.parse(raw, f"{where}/{MANIFEST}")
     for file in (*manifest.files, *manifest.companions):
         if sizes.get(file.name) != file.size:
-            there = "no such file" if file.name not in sizes else f"{sizes[file.name]} bytes"
-            raise BadCheckpoint(f"{where}/{file.name}", expected=f"{file.size} bytes", found=there)
+            actual = "no such file" if file.name not in sizes else f"{sizes[file.name]} bytes"
+            raise BadCheckpoint(f"{where}/{file.name}", expected=f"{file.size} bytes", found=actual)
     return manifest
 
 

@@ -178,9 +178,9 @@ def _check_same(source: Source, described: Described) -> None:
     """Refuse weights of another model, naming the first field or parameter in which it differs."""
     if described.module is not None:
         if source.manifest is not None:  # else the folder was read against them
-            wanted = {name: declaration.shape for name, declaration in described.declarations()[0].items()}
+            shapes = {name: declaration.shape for name, declaration in described.declarations()[0].items()}
             todo = "It is a checkpoint of another module"
-            check_same_shapes(source.path, wanted, source.manifest.shapes(), what="parameter", todo=todo)
+            check_same_shapes(source.path, shapes, source.manifest.shapes(), what="parameter", todo=todo)
         return
     family, stored = described.family, source.described
     if stored.model_type != family.model_type:

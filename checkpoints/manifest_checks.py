@@ -83,17 +83,17 @@ def check_model(source: Source) -> None:
         raise BadCheckpoint(where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
     except ValidationError as bad:
         raise from_validation(where, bad, spelled="adapter.lora.{}".format, kind=BadCheckpoint) from None
-    wanted = {name: declaration.shape for name, declaration in declared.items()}
-    check_same_shapes(where, wanted, manifest.shapes())
+    shapes = {name: declaration.shape for name, declaration in declared.items()}
+    check_same_shapes(where, shapes, manifest.shapes())
     check_progress(manifest, where)
-    wanted = {
+    shapes = {
         moment_name(moment, name): manifest.tensors[name].shape
         for moment, without in manifest.moments.items()
         for name, declaration in declared.items()
         if not declaration.buffer and name not in without
     }
     todo = f"The checkpoint is one of kind {manifest.kind!r}"
-    check_same_shapes(where, wanted, manifest.shapes(moments=True), todo=todo)
+    check_same_shapes(where, shapes, manifest.shapes(moments=True), todo=todo)
 
 
 #: More updates than any run makes.

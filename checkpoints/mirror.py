@@ -71,8 +71,8 @@ class Mirror:
         """
         step, raw = step_of(directory), read_small(directory / MANIFEST, MAX_BYTES, kind=BadCheckpoint)
         name, manifest = directory.name, Manifest.parse(raw, directory / MANIFEST)
-        there = self.folder.read(f"{name}/{MANIFEST}") == raw and self._good(name) is not None
-        if not there:
+        is_copied = self.folder.read(f"{name}/{MANIFEST}") == raw and self._good(name) is not None
+        if not is_copied:
             self._remove(name)
             for file in (*manifest.files, *manifest.companions):
                 path = directory / file.name
@@ -82,7 +82,7 @@ class Mirror:
             self.folder.sync(name)
             self.folder.sync()
         self._retain(step)
-        return None if there else f"{self.folder.url}/{name}"
+        return None if is_copied else f"{self.folder.url}/{name}"
 
     def restore(self, root: Path) -> tuple[Path | None, list[str]]:
         """Copy the newest whole copy into ``root``, a run's folder of checkpoints that has none.

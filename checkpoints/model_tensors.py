@@ -37,10 +37,10 @@ class Repeated:
 
     def check(self, where: Path, sha256: Callable[[LazyTensor], str] | None = None) -> None:
         """Refuse two that differ, by the SHA-256 of the bytes of each."""
-        mine, other = map(sha256 or sha256_of, (self.first, self.again))
-        expected = f"the bytes of {self.first.name} (sha256 {mine[:12]}), {self.why}"
+        digest, other = map(sha256 or sha256_of, (self.first, self.again))
+        expected = f"the bytes of {self.first.name} (sha256 {digest[:12]}), {self.why}"
         differing = f"others (sha256 {other[:12]})"
-        require(mine == other, where, self.again.name, expected, differing, self.todo)
+        require(digest == other, where, self.again.name, expected, differing, self.todo)
 
 
 def sha256_of(tensor: LazyTensor) -> str:
@@ -188,8 +188,8 @@ def _check_names(
             todo = "Are the names those of transformers' modules? `trilith convert DIR NEW --to hf "
             todo += "--implementation transformers` reads them"
         unused = f"; not used: {', '.join(extra[:3])}" if extra else ""
-        there = f"{len(missing)} of {len(shapes)} missing{unused}"
-        raise BadInput(where, missing[0], expected="a tensor for it", found=there, todo=todo)
+        actual = f"{len(missing)} of {len(shapes)} missing{unused}"
+        raise BadInput(where, missing[0], expected="a tensor for it", found=actual, todo=todo)
     if extra:
         todo = "The config does not describe it; nothing is ignored silently"
         if can_ignore:

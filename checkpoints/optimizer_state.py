@@ -63,8 +63,8 @@ def adamw(memory: Mapping[str, Any]) -> StoredOptimizer:
 
     ``memory`` has ``updates``, and in ``updates_of`` the number for a parameter that steps have left out.
     """
-    updates, of = float(memory.get("updates", 0)), dict(memory.get("updates_of", {}))
-    step = StoredNumber(dtype="float32", value=updates, of=of)
+    updates, exceptions = float(memory.get("updates", 0)), dict(memory.get("updates_of", {}))
+    step = StoredNumber(dtype="float32", value=updates, of=exceptions)
     return StoredOptimizer(kind="Adam", moments=dict.fromkeys(MOMENTS, ()), numbers={"step": step})
 
 
@@ -134,8 +134,8 @@ def check_optimizer(
     where: str, model: nn.Module, optimizer: torch.optim.Optimizer, stored: StoredOptimizer | None = None
 ) -> None:
     """Refuse an optimizer of other parameters, of another class than ``stored``, or that cannot be stored."""
-    mine, kind = set(model.parameters()), type(optimizer).__name__
-    if any(parameter not in mine for group in optimizer.param_groups for parameter in group["params"]):
+    parameters, kind = set(model.parameters()), type(optimizer).__name__
+    if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
         expected = "one of the model's parameters"
         todo = "Make it after shard_over_data, of model.parameters()"
         raise BadInput(where, "optimizer", expected=expected, found="one of others", todo=todo)
@@ -164,8 +164,8 @@ def _entries(
 
 
 def _is_moment(key: str, value: object, parameter: nn.Parameter) -> bool:
-    alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
-    return alike and key != "step"
+    same_form = isinstance(value, Tensor) and (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+    return same_form and key != "step"
 
 
 def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:
@@ -211,5 +211,5 @@ def _stored(values: Mapping[str, Entry]) -> StoredNumber:
     """Record a number of each parameter: the most common one, and those of others."""
     ((dtype, usual), _), *_ = Counter(value for value in values.values() if value is not None).most_common(1)
     numbers = {name: None if value is None else value[1] for name, value in values.items()}
-    of = {name: number for name, number in numbers.items() if number != usual}
-    return StoredNumber(dtype=dtype, value=usual, of=of)
+    exceptions = {name: number for name, number in numbers.items() if number != usual}
+    return StoredNumber(dtype=dtype, value=usual, of=exceptions)

@@ -89,12 +89,12 @@ def write_file(
             if number == len(tensors) // 2:
                 fault("checkpoint.amid_data", rank=rank, step=step)
             writer.write(name, Box.whole(tuple(tensor.shape)), tensor.cpu().contiguous())
-        written = writer.close()
+        stored_file = writer.close()
     finally:
         writer.abandon()
     dtypes = {dtype for name, (dtype, _) in spec.items() if name not in fixed}
     assert len(dtypes) < 2, dtypes
-    return written, "".join(dtypes)
+    return stored_file, "".join(dtypes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,10 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
 
     def here() -> tuple[list[str], dict[int, int]]:
         check_memory(model, "save")
-        mine = {name: parameter for name, parameter in model.named_parameters() if name in declared}
-        _check_storable(model, mine)
+        named = {name: parameter for name, parameter in model.named_parameters() if name in declared}
+        _check_storable(model, named)
         parts: Sequence[Stage] = cast(Stage, model.stage).parts if described.module is None else ()
-        frozen = [name for name, parameter in mine.items() if not parameter.requires_grad]
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         return frozen, {part.number: len(part.blocks) for part in parts}
 
     everywhere = together(here, state)

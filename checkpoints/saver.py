@@ -89,9 +89,9 @@ class Saver:
         self._layout = state.layout
         # A rank computes its own share from its own declarations; only rank 0 looks at those of all stages.
         named = contents.frozen.union(contents.described.family.declared(model))
-        mine = {name: declaration for name, declaration in declarations(model).items() if name in named}
-        self._fixed = buffer_names(mine)
-        owned = {name for name, declaration in mine.items() if declaration.owner(self._layout, state.at)}
+        declared = {name: declaration for name, declaration in declarations(model).items() if name in named}
+        self._fixed = buffer_names(declared)
+        owned = {name for name, declaration in declared.items() if declaration.owner(self._layout, state.at)}
         self._mine = [place for place in places(model, state) if place.name in owned and place.box.size]
         self._lines: list[str] = []
         self._after = AfterCommit(root, keep, self._lines.append)
@@ -161,8 +161,8 @@ class Saver:
             wait([self._writing])
         self.poll()
         if self._writing is not None:
-            written, self._writing = self._writing, None
-            written.result()
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def poll(self) -> None:
         """Report checkpoints that were committed since the last call."""
@@ -183,9 +183,9 @@ class Saver:
         def write(directory: Path) -> tuple[StoredFile, str] | None:
             with writing(target):
                 fault("checkpoint.before_data", rank=rank, step=step)
-            written = write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
+            files_and_dtypes = write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
             fault("checkpoint.after_data", rank=rank, step=step)
-            return written
+            return files_and_dtypes
 
         def commit(results: Sequence[tuple[StoredFile, str] | None]) -> None:
             fault("checkpoint.before_manifest", rank=rank, step=step)
@@ -193,9 +193,9 @@ class Saver:
                 return
             for companion in self._companions:
                 Disk().write_file(staging.directory / companion.name, companion.data)
-            written = [result for result in results if result is not None]
-            dtype = next((dtype for _, dtype in written if dtype), BUFFER)
-            manifest = self._manifest(progress, [file for file, _ in written], self._tensors(dtype))
+            files_and_dtypes = [result for result in results if result is not None]
+            dtype = next((dtype for _, dtype in files_and_dtypes if dtype), BUFFER)
+            manifest = self._manifest(progress, [file for file, _ in files_and_dtypes], self._tensors(dtype))
             staging.publish(manifest.accepted_bytes(staging.output))
             self._lines.append(f"COMMITTED {target}")
 

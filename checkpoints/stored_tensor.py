@@ -23,7 +23,7 @@ Role = Literal["owner", "replica"]
 
 def check_same_shapes(
     where: object,
-    wanted: Mapping[str, Sequence[int]],
+    expected_shapes: Mapping[str, Sequence[int]],
     actual: Mapping[str, Sequence[int]],
     *,
     what: str = "tensor",
@@ -31,10 +31,10 @@ def check_same_shapes(
     kind: type[BadInput] = BadCheckpoint,
 ) -> None:
     """Refuse what has not the wanted tensors, naming the first that differs."""
-    if (difference := first_difference(wanted, actual)) is not None:
+    if (difference := first_difference(expected_shapes, actual)) is not None:
         name, *shapes = difference
-        expected, there = (f"no such {what}" if shape is None else [*shape] for shape in shapes)
-        raise kind(where, shown(name), expected=expected, found=there, todo=todo)
+        expected, actual_shape = (f"no such {what}" if shape is None else [*shape] for shape in shapes)
+        raise kind(where, shown(name), expected=expected, found=actual_shape, todo=todo)
 
 
 Positive = Annotated[int, Field(ge=1)]

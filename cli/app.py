@@ -150,8 +150,8 @@ def _group(callback: Command, commands: Iterable[Command], *, overview: bool) ->
     return app
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         from importlib.metadata import version
 
         typer.echo(version("trilith"))

@@ -123,9 +123,9 @@ def _compare(source: "Source", dst: Path, dtype: str | None) -> None:
     from ..checkpoints import differences, read_converted, verifying
     from ..parallel_state import BadCheckpoint
 
-    written = read_converted(dst, source)
-    with verifying(written) as checksums:
-        for difference in differences(source, written, checksums):
+    output = read_converted(dst, source)
+    with verifying(output) as checksums:
+        for difference in differences(source, output, checksums):
             if dtype is None or math.isnan(difference.absolute):  # a cast never changes names and shapes
                 expected = "the source's numbers"
                 raise BadCheckpoint(dst, difference.name, expected=expected, found=difference.what)

@@ -52,8 +52,8 @@ def diff(
     second = opened(b, like=first)
     if implementation_of(second.config) != implementation_of(first.config):
         first = opened(a, like=second)
-    with verifying(first) as mine, verifying(second) as others:
-        differing = list(islice(differences(first, second, {**mine, **others}), most + 1))
+    with verifying(first) as checksums, verifying(second) as others:
+        differing = list(islice(differences(first, second, {**checksums, **others}), most + 1))
     for difference in differing[:most]:
         largest = f"max abs {difference.absolute:.3g}, max rel {difference.relative:.3g}"
         figures = f"  {difference.elements:,} elements, {largest}" if difference.elements else ""

@@ -159,7 +159,7 @@ def _search(requests: Sequence[Request]) -> list[Found]:
     from ..planner.search.sweep import found_ones
 
     results: list[Found] = []
-    shown, cores = SHOWN if len(requests) == 1 else 1, usable_cores()
+    most, cores = SHOWN if len(requests) == 1 else 1, usable_cores()
     with progress_bar(TimeElapsedColumn(), transient=True) as progress:
         for request in requests:
             task = progress.add_task(f"{counted(request.gpus, 'GPU')}: listing layouts", total=None)
@@ -169,7 +169,7 @@ def _search(requests: Sequence[Request]) -> list[Found]:
                 progress.update(task, total=search.legal, completed=search.settled, description=words)
 
             try:
-                results.append(find_layouts(request, shown=shown, processes=cores, progress=show_progress))
+                results.append(find_layouts(request, shown=most, processes=cores, progress=show_progress))
             except BadInput as error:
                 results.append(Found(request, error=error))
             progress.remove_task(task)

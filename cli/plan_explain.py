@@ -126,14 +126,14 @@ def _command(name: str, topic: Topic, options: Mapping[str, tuple[Any, Any]]) ->
     command.__name__ = name.replace("-", "_")
     command.__doc__ = f"{topic.help.strip()}\n\nExamples:\n\n{examples}"
     kind = inspect.Parameter.KEYWORD_ONLY
-    shown = [
+    parameters = [
         inspect.Parameter(key, kind, default=default, annotation=hint)
         for key, (hint, default) in options.items()
     ]
-    shown.append(inspect.Parameter("called", kind, annotation=typer.Context))
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    parameters.append(inspect.Parameter("called", kind, annotation=typer.Context))
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # typer reads the options from here; the type of a function does not state the attribute.
-    command.__dict__["__signature__"] = inspect.Signature(shown)
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
     return command
 
 

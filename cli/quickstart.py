@@ -158,19 +158,19 @@ class Quickstart:
         self.trilith("train", recipe, "layout.data=2", "layout.zero=1")
         self.say("The same run in one process, uninterrupted")
         self.trilith("train", recipe, f"out={self.out / 'alone'}")
-        ours, alone = (read_metrics(self.out / name / "metrics.jsonl") for name in ("run", "alone"))
+        in_layout, alone = (read_metrics(self.out / name / "metrics.jsonl") for name in ("run", "alone"))
         worst = max(
-            (abs(a["loss"] - b["loss"]) for a, b in zip(ours, alone, strict=False)), default=float("nan")
+            (abs(a["loss"] - b["loss"]) for a, b in zip(in_layout, alone, strict=False)), default=float("nan")
         )
-        complete = len(ours) == len(alone) == STEPS
+        complete = len(in_layout) == len(alone) == STEPS
         self.check(
             "curve: 4 processes, stopped, resumed on 2, against 1 process",
-            f"{worst:.1e} apart over {counted(len(ours), 'step')}",
+            f"{worst:.1e} apart over {counted(len(in_layout), 'step')}",
             "<= 1e-8",
             complete and worst <= 1e-8,
         )
-        if ours:
-            first, last = ours[0]["loss"], ours[-1]["loss"]
+        if in_layout:
+            first, last = in_layout[0]["loss"], in_layout[-1]["loss"]
             self.check("loss falls", f"{first:.2f} -> {last:.2f}", "by >= 1.5", last < first - 1.5)
 
     def export(self) -> None:
@@ -196,9 +196,9 @@ class Quickstart:
         environment = {name: value for name, value in os.environ.items() if name not in launched}
         environment.setdefault("OMP_NUM_THREADS", "1")  # so small a model is no faster with more
         hidden = ["--no-next"] * (words[0] == "train")  # what is next, the quickstart itself does
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "trilith.cli", *words, *hidden], env=environment, check=False
         )
-        if done.returncode and (done.returncode, words[0]) not in ((1, "diff"), (1, "parity")):
-            raise PeerFailed(f"`trilith {' '.join(words)}` ended with exit code {done.returncode}")
-        return done.returncode == 0
+        if process.returncode and (process.returncode, words[0]) not in ((1, "diff"), (1, "parity")):
+            raise PeerFailed(f"`trilith {' '.join(words)}` ended with exit code {process.returncode}")
+        return process.returncode == 0

@@ -129,9 +129,9 @@ def _dry_run(
     from ..runs.report.html import is_page_of
     from ..storage.staging import output_file
 
-    ours = partial(is_page_of, "trilith train --dry-run")
+    is_ours = partial(is_page_of, "trilith train --dry-run")
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
-    with output_file(html, ours=ours) if html is not None else nullcontext() as page:
+    with output_file(html, ours=is_ours) if html is not None else nullcontext() as page:
         if page is not None:
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(load_recipe(recipe, overrides), rank)
@@ -139,16 +139,16 @@ def _dry_run(
             from ..planner.search import Worker, exact_memory
             from ..runs.terminal import plain_console
 
-            shown = planned.rank
-            simulating = plain_console(stderr=True).status(f"simulating a step of rank {shown.rank}")
+            on_rank = planned.rank
+            simulating = plain_console(stderr=True).status(f"simulating a step of rank {on_rank.rank}")
             with closing(Worker()) as worker, simulating:
-                record = worker.simulate(planned.recipe, shown.rank)
-            say(f"exact          {exact_memory.exact_line(record, shown.memory.total)}")
+                record = worker.simulate(planned.recipe, on_rank.rank)
+            say(f"exact          {exact_memory.exact_line(record, on_rank.memory.total)}")
             kinds = exact_memory.kinds_of_bytes(record)
-            print_table(_table(f"who holds the memory of rank {shown.rank}", *kinds))
+            print_table(_table(f"who holds the memory of rank {on_rank.rank}", *kinds))
             print_table(_table("the largest holders", *exact_memory.largest_holders(record)))
             if page is not None:
-                text = exact_memory.make_step_page(recipe.stem, record, shown.memory.total)
+                text = exact_memory.make_step_page(recipe.stem, record, on_rank.memory.total)
                 page.write_text(text, encoding="utf-8")
     if html is not None:
         say(f"page           {html}")
@@ -173,15 +173,15 @@ def _show(recipe: "Recipe", rank: int | None) -> "DryRun":
     from ..recipes.checks import without_effect
 
     planned = dry_run(recipe, rank=rank)
-    shown, memory = planned.rank, planned.rank.memory
+    plan, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
     say(f"device         {planned.recipe.device}")
-    same = shown.parameters == shown.stored == shown.trained
-    on_rank = f"computes with {shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
+    same = plan.parameters == plan.stored == plan.trained
+    on_rank = f"computes with {plan.parameters:,}, stores {plan.stored:,}, trains {plan.trained:,}"
     if same:
-        padded = ", padding included" * (layout.world == 1 and shown.stored > planned.parameters)
-        on_rank = f"has {shown.stored:,}{padded}"
-    say(f"parameters     {planned.parameters:,}{active}; rank {shown.rank} {on_rank}")
+        padded = ", padding included" * (layout.world == 1 and plan.stored > planned.parameters)
+        on_rank = f"has {plan.stored:,}{padded}"
+    say(f"parameters     {planned.parameters:,}{active}; rank {plan.rank} {on_rank}")
     say(
         f"global batch   {counted(planned.recipe.data.global_batch, 'sample')}, {planned.tokens:,} tokens; "
         f"{counted(planned.micro_batches, 'micro-batch')} of {planned.recipe.data.micro_batch} a rank; "
@@ -196,26 +196,26 @@ def _show(recipe: "Recipe", rank: int | None) -> "DryRun":
         f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
         f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
     )
-    unit, scale = unit_of(shown.total)
-    sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
+    unit, scale = unit_of(plan.total)
+    sizes = memory.parts(0) | {"runtime (assumed)": plan.runtime}
     rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
-    memory_table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
+    memory_table = _table(f"memory of rank {plan.rank}", ("kind", unit), rows)
     memory_table.add_section()
-    memory_table.add_row("at the worst moment", f"{shown.total / scale:,.2f}")
+    memory_table.add_row("at the worst moment", f"{plan.total / scale:,.2f}")
     if memory.host:
         memory_table.add_row("beside, on the host", f"{memory.host / scale:,.2f}")
     print_table(memory_table)
-    if shown.runtime:
-        say(f"reserved       {reserved_words(shown.reserved, planned.device)}")
+    if plan.runtime:
+        say(f"reserved       {reserved_words(plan.reserved, planned.device)}")
     if planned.recipe.compiles:
         say("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
-    if shown.traffic:
-        unit, scale = unit_of(max(sent.wire for sent in shown.traffic))
+    if plan.traffic:
+        unit, scale = unit_of(max(sent.wire for sent in plan.traffic))
         head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
         sent_rows = [
             (row.axis, f"{row.ranks:,}", row.kind.replace("_", "-"), row.what, f"{row.count:,}",
              f"{row.wire / scale:,.2f}")
-            for row in shown.traffic
+            for row in plan.traffic
         ]  # fmt: skip
-        print_table(_table(f"collectives of rank {shown.rank}, a step", head, sent_rows))
+        print_table(_table(f"collectives of rank {plan.rank}, a step", head, sent_rows))
     return planned

@@ -97,8 +97,8 @@ def job_of(
     express.
     """
     of_system = SYSTEMS[system].options
-    asked = {option: value for option, value in options.items() if value or type(value) in (int, str)}
-    for option in [option for option in asked if option not in of_system]:
+    set_options = {option: value for option, value in options.items() if value or type(value) in (int, str)}
+    for option in [option for option in set_options if option not in of_system]:
         able = " or ".join(name for name, other in SYSTEMS.items() if option in other.options)
         raise BadInput("launch", f"--{option.replace('_', '-')}", expected=able, found=system)
     world = recipe.layout.world
@@ -121,7 +121,7 @@ def job_of(
         nodes=nodes,
         ranks=ranks,
         gpu=recipe.device != "cpu",
-        **{"minutes": SYSTEMS[system].minutes, **asked},
+        **{"minutes": SYSTEMS[system].minutes, **set_options},
     )
     _check_limits(job)
     return job

@@ -91,11 +91,11 @@ def tokens_ahead(batch: Batch, blocks: int) -> Tensor:
     """
     of_blocks = []
     for places in range(1, blocks + 1):
-        coming, wanted = _earlier(batch.input_ids, places, 0), _earlier(batch.labels, places, IGNORE)
+        coming, labels = _earlier(batch.input_ids, places, 0), _earlier(batch.labels, places, IGNORE)
         if batch.positions is not None:
             same = _earlier(batch.positions, places, -1) == batch.positions + places
-            wanted = torch.where(same, wanted, IGNORE)
-        of_blocks.append(torch.stack([coming, wanted], dim=1))
+            labels = torch.where(same, labels, IGNORE)
+        of_blocks.append(torch.stack([coming, labels], dim=1))
     return torch.stack(of_blocks, dim=2)
 
 

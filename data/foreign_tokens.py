@@ -82,11 +82,11 @@ def index_tokens(
     paths = TokenPaths.of(out)
     in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
     check_place(paths.name)
-    mine = [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
+    outputs = [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
     # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
     # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
     staged_as = paths.index if in_place else paths.name
-    staging = Staging.begin(staged_as, partial(refuse_taken, staged_as, paths.index, mine))
+    staging = Staging.begin(staged_as, partial(refuse_taken, staged_as, paths.index, outputs))
     try:
         hashes, begun = FileHashes(), 0
         for at, ids in _parts(foreign):
@@ -113,18 +113,18 @@ def index_tokens(
 
 def _parts(foreign: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
     """Yield all ids in pieces, each with the number of its first id."""
-    dtype, done = little_endian(foreign.dtype), 0
+    dtype, offset = little_endian(foreign.dtype), 0
     with open_regular(foreign.path) as (fd, _):
-        while done < foreign.size:
+        while offset < foreign.size:
             try:
-                part = os.pread(fd, min(_PART, foreign.size - done), done)
+                part = os.pread(fd, min(_PART, foreign.size - offset), offset)
             except OSError as error:
                 raise from_os_error(error, foreign.path, expected="a readable file", kind=BadInput) from None
             if not part or len(part) % dtype.itemsize:
                 expected = f"{foreign.size} bytes"
                 raise BadInput(foreign.path, "size", expected=expected, found="a file that shrinks")
-            yield done // dtype.itemsize, np.frombuffer(part, dtype)
-            done += len(part)
+            yield offset // dtype.itemsize, np.frombuffer(part, dtype)
+            offset += len(part)
 
 
 def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where: Path) -> None:

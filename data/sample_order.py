@@ -74,9 +74,9 @@ def _shares(weights: Sequence[float]) -> list[int]:
         return [int(fraction * period) for fraction in fractions]
     # A source below one draw a period gets one; the largest remainders take what rounding down left over, and
     # the largest sources give what rounding up took.
-    wanted = [fraction * LONGEST_PERIOD for fraction in fractions]
-    shares = [max(1, int(share)) for share in wanted]
-    by_remainder = sorted(range(len(shares)), key=lambda k: shares[k] - wanted[k])
+    exact_shares = [fraction * LONGEST_PERIOD for fraction in fractions]
+    shares = [max(1, int(share)) for share in exact_shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: shares[k] - exact_shares[k])
     for k in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
         shares[k] += 1
     while sum(shares) > LONGEST_PERIOD:

@@ -34,9 +34,9 @@ def own_loop(layout, folder, steps):
         first = load(folder, model, optimizer).step
     for number in range(first, steps):
         whole = batch(number)  # alike on every rank, so each knows how many tokens the step has
-        mine = shard_batch(whole, state)
-        logits = model(mine["tokens"])
-        losses_here = vocab_parallel_cross_entropy(logits, mine["labels"], VOCAB, state=state)
+        rank_batch = shard_batch(whole, state)
+        logits = model(rank_batch["tokens"])
+        losses_here = vocab_parallel_cross_entropy(logits, rank_batch["labels"], VOCAB, state=state)
         loss = losses_here.sum() / valid_tokens(whole["labels"])  # gradients are summed over the data ranks
         loss.backward()
         finalize_gradients(model, state=state)

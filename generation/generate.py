@@ -214,8 +214,8 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
     require(prompts and all(map(len, prompts)), "generate", "prompt", "at least one token", "none")
     check_counts(most, least)
     expected, todo = "prompts of one length: this model keeps nothing of earlier tokens", "Give one at a time"
-    alike = model.can_cache or len({*map(len, prompts)}) == 1
-    require(alike, "generate", "prompts", expected, "several lengths", todo)
+    any_lengths = model.can_cache or len({*map(len, prompts)}) == 1
+    require(any_lengths, "generate", "prompts", expected, "several lengths", todo)
     vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
     outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
     expected = f"ids below the model's vocab_size={vocabulary}"

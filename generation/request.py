@@ -177,8 +177,8 @@ def converse(
                 messages.clear()
                 continue
             messages.append({"role": "user", "content": line})
-            asked, where = Conversation(messages), f"message {number + 1}"
-            ids = prompt_ids(asked, prepared.tokenizer, chat=True, system=request.system, where=where)
+            conversation, where = Conversation(messages), f"message {number + 1}"
+            ids = prompt_ids(conversation, prepared.tokenizer, chat=True, system=request.system, where=where)
             room = positions + 1 - len(ids)  # the last token is never read
             if room < 1:
                 messages.pop()
@@ -225,8 +225,8 @@ def run_generation(
             if streams and isinstance(request.prompts[0], str) and not request.chat:
                 write(request.prompts[0])
             model, on_text = prepared.load(state), write if streams else None
-            alike = model.can_cache or len({*map(len, prepared.ids)}) == 1
-            at_once = request.batch if alike else 1
+            any_lengths = model.can_cache or len({*map(len, prepared.ids)}) == 1
+            at_once = request.batch if any_lengths else 1
             began = time.perf_counter()
             for start in range(0, len(prepared.ids), at_once):
                 ids = prepared.ids[start : start + at_once]
@@ -254,8 +254,8 @@ def _is_ours(contents: bytes) -> bool:
 
 def _write_line(prompt: Prompt, row: Continuation, file: TextIO | None, write: Callable[[str], None]) -> None:
     """Write a prompt's continuation as a line of JSON, into ``file`` if there is one."""
-    written = prompt if isinstance(prompt, str) else prompt.messages
-    record = {"prompt": written, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
+    shown_prompt = prompt if isinstance(prompt, str) else prompt.messages
+    record = {"prompt": shown_prompt, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
     text = json.dumps(record, ensure_ascii=False) + "\n"
     if file is None:
         write(text)

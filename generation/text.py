@@ -49,11 +49,11 @@ def prompt_ids(
     if isinstance(prompt, str) and not chat:
         ids = tokenizer.prompt(prompt)
     else:
-        asked = _question(prompt) if isinstance(prompt, str) else prompt
-        messages = asked.messages
+        conversation = _question(prompt) if isinstance(prompt, str) else prompt
+        messages = conversation.messages
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        ids = tokenizer.chat(messages, asked.tools)
+        ids = tokenizer.chat(messages, conversation.tools)
     if not ids:
         actual = literal(prompt if isinstance(prompt, str) else prompt.messages)
         raise BadInput(where, "prompt", expected="at least one token", found=actual)
@@ -65,15 +65,15 @@ def _record(line: Line, where: str) -> Prompt:
         raise line.wrong
     fields = line.value or {}
     text, messages = fields.get("prompt"), fields.get("messages")
-    beside = {key: fields[key] for key in ("system", "tools") if fields.get(key)}
+    extras = {key: fields[key] for key in ("system", "tools") if fields.get(key)}
     if isinstance(text, str):
-        if not beside:
+        if not extras:
             return text
         messages = _question(text).messages
     if not isinstance(messages, list) or not messages:
         expected = "prompt (text) or messages (a list of objects with role and content)"
         raise BadInput(where, expected=expected, found=shown(line.text))
-    return conversation_of({"messages": messages, **beside}, where)
+    return conversation_of({"messages": messages, **extras}, where)
 
 
 def _question(text: str) -> Conversation:

@@ -137,8 +137,8 @@ _RECOMPUTED = ContextVar("recomputed", default=0)
 _MARKED: WeakSet[nn.Module] = WeakSet()
 
 
-def _count(of: ContextVar[int], step: int, *args: Any) -> None:
-    of.set(of.get() + step)
+def _count(counter: ContextVar[int], step: int, *args: Any) -> None:
+    counter.set(counter.get() + step)
 
 
 class _Counted(TorchDispatchMode):

@@ -41,7 +41,7 @@ class _Chunked(torch.autograd.Function):
         scale: Tensor,
         terms: LossTerms,
         chunk: int,
-        wanted: tuple[bool, bool, bool],
+        needed: tuple[bool, bool, bool],
         sums: torch.dtype,
         state: ParallelState,
     ) -> Tensor:
@@ -51,10 +51,10 @@ class _Chunked(torch.autograd.Function):
         if chunk >= len(y_N):
             sums = w_VD.dtype  # one product: nothing is summed
         logits_CV = x_ND.new_empty(chunk, len(w_VD))
-        dx_ND = torch.empty_like(x_ND) if wanted[0] else None
+        dx_ND = torch.empty_like(x_ND) if needed[0] else None
         unwritten = torch.empty_like if len(y_N) else torch.zeros_like
-        dw_VD = unwritten(w_VD, dtype=sums) if wanted[1] else None
-        db_V = w_VD.new_zeros(len(w_VD), dtype=scale.dtype) if wanted[2] else None
+        dw_VD = unwritten(w_VD, dtype=sums) if needed[1] else None
+        db_V = w_VD.new_zeros(len(w_VD), dtype=scale.dtype) if needed[2] else None
         loss = torch.zeros_like(scale)
         for start in rounds(range(0, len(y_N), chunk)):
             x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
@@ -63,7 +63,7 @@ class _Chunked(torch.autograd.Function):
                 part += bias.detach()
             losses, rows = token_losses(part, y_C, terms, state)
             loss += losses.sum()
-            if not any(wanted):
+            if not any(needed):
                 continue
             grad_CV = logits_gradient(part, rows, scale, terms, state, in_place=True)
             if db_V is not None:
@@ -134,12 +134,12 @@ def chunked_cross_entropy(
     hidden, weight = enter_tensor(hidden.to(compute), state), weight.to(compute)
     bias = None if bias is None else bias.to(compute)
     on = torch.is_grad_enabled()
-    wanted = tuple(on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    needed = tuple(on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap, compiled)
     factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
     kept_dtype = torch.promote_types(compute, sums or inner)
     total: Tensor = _Chunked.apply(
-        hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state
+        hidden, weight, bias, labels, factor, terms, chunk, needed, kept_dtype, state
     )
     return total
 

@@ -23,8 +23,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     ):
         return x.to(device, non_blocking=True)
     whole = x.contiguous()
-    there = whole.to(device, non_blocking=True)
-    return _remember(there, whole)
+    copy = whole.to(device, non_blocking=True)
+    return _remember(copy, whole)
 
 
 def change_alike(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -35,10 +35,10 @@ def change_alike(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return _remember(changed, change(host_numbers).contiguous())
 
 
-def _remember(there: Tensor, numbers: Tensor) -> Tensor:
-    if not there.is_inference():  # such a tensor does not say when it changes
-        _COPIES[there] = numbers, there._version
-    return there
+def _remember(copy: Tensor, numbers: Tensor) -> Tensor:
+    if not copy.is_inference():  # such a tensor does not say when it changes
+        _COPIES[copy] = numbers, copy._version
+    return copy
 
 
 def on_host(x: Tensor) -> Tensor | None:

@@ -51,9 +51,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.act, self.entered = activation(act), entered
         outputs = {"gate": intermediate_size, "up": intermediate_size}
-        alike: dict[str, Any] = {"bias": bias, "entered": entered, "initial": initial, "state": state}
-        self.gate_up = ColumnParallelLinear(hidden_size, outputs, **alike)
-        self.down = RowParallelLinear(intermediate_size, hidden_size, **alike)
+        common: dict[str, Any] = {"bias": bias, "entered": entered, "initial": initial, "state": state}
+        self.gate_up = ColumnParallelLinear(hidden_size, outputs, **common)
+        self.down = RowParallelLinear(intermediate_size, hidden_size, **common)
         self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:

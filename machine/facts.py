@@ -55,10 +55,10 @@ def smi(*options: str) -> str:
 def said_by(*command: str, seconds: float) -> str:
     """Return what a command prints; empty where it is absent, fails or takes longer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""
 
 
 #: ok: nothing to do. warning: works, but slowly or not everywhere. fault: something will fail.

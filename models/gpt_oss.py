@@ -74,8 +74,8 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
             self.require(meant in (None, value), where, name, f"{meant}, as stated elsewhere", value)
 
     def to_hf(self) -> dict[str, Any]:
-        written = super().to_hf()  # without a rotation transformers would take its default
-        return {**written, "rope_scaling": written["rope_scaling"] or {"rope_type": "default"}}
+        config = super().to_hf()  # without a rotation transformers would take its default
+        return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
 
 def clamped_mixture(cfg: GptOssConfig, state: ParallelState) -> MoE:

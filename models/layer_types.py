@@ -88,14 +88,14 @@ class LayerRopesConfig(LayerTypesConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
-        written = super().to_hf()
-        del written[self.spelled("rope_local_scaling")]
+        config = super().to_hf()
+        del config[self.spelled("rope_local_scaling")]
         default = {"rope_type": "default"}
         both = {
             kind: (scaling.model_dump(mode="json") if scaling else default) | {"rope_theta": theta}
             for kind, (theta, scaling) in self.by_type.items()
         }
-        return {**written, "rope_parameters": both}
+        return {**config, "rope_parameters": both}
 
     @property
     def by_type(self) -> dict[str, tuple[float, RopeScaling | None]]:

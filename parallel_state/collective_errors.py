@@ -36,7 +36,7 @@ def together(work: Callable[[], T], state: ParallelState) -> list[T]:
         if raised_there is not None:
             vars(raised_there)[_FAILED_RANK] = rank
             raise raised_there from error
-    return [result for there, _ in outcomes for result in there]
+    return [result for returned, _ in outcomes for result in returned]
 
 
 def all_succeed(work: Callable[[], T], state: ParallelState) -> T:

@@ -149,8 +149,8 @@ def _described(name: str, args: Any) -> tuple[str, str]:
             shape = "" if kind.startswith(_UNEVEN) else f" {list(tensor.shape)}"
             words.append(f"{str(tensor.dtype).removeprefix('torch.')}{shape}")
     digest = hashlib.blake2b("\n".join(frames).encode(), digest_size=8).hexdigest()
-    shown = [next(lines) for _, lines in groupby(frames, lambda line: line.partition(":")[0])]
-    return f"{' '.join(words)} at {' < '.join(shown[:5]) or 'torch alone'}", digest
+    callers = [next(lines) for _, lines in groupby(frames, lambda line: line.partition(":")[0])]
+    return f"{' '.join(words)} at {' < '.join(callers[:5]) or 'torch alone'}", digest
 
 
 def _frames(frame: FrameType | None) -> tuple[list[str], str]:

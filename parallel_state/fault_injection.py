@@ -21,11 +21,11 @@ _met = 0
 
 def fault(point: str, *, rank: int, step: int | None = None) -> None:
     """Fail here if the environment asks for it; for tests."""
-    wanted = os.environ.get("TRILITH_FAULT")
+    setting = os.environ.get("TRILITH_FAULT")
     global _met
-    if not wanted:
+    if not setting:
         return
-    fields = dict(part.split("=", 1) for part in wanted.split(";"))
+    fields = dict(part.split("=", 1) for part in setting.split(";"))
     if (fields["at"], fields.get("rank", str(rank))) != (point, str(rank)):
         return
     if str(step) != fields.get("step", str(step)):

@@ -189,13 +189,13 @@ def refuse_untrained(
     """
     trained, missing = counts
     pattern = re.compile(unused or "(?!)")
-    mine = {
+    by_name = {
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not pattern.search(name)
     }
     if missing:
-        names = [name for name, parameter in mine.items() if parameter.grad is None]
+        names = [name for name, parameter in by_name.items() if parameter.grad is None]
         rank, name = _first(names, state)
         others = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
         raise NotTrained(
@@ -205,12 +205,12 @@ def refuse_untrained(
         )
     if not trained or loss == 0 or not math.isfinite(loss):
         return
-    largest = _largest(mine.values())
+    largest = _largest(by_name.values())
     if state is not None and state.layout.world > 1:
         largest = largest.to(next((parameter.device for parameter in model.parameters()), state.device))
         dist.all_reduce(largest)
     if not largest:
-        rank, name = _first([*mine], state)
+        rank, name = _first([*by_name], state)
         raise NotTrained(
             f"the loss is {loss:.6g} and every gradient is exactly zero, rank {rank}'s {name} among them; "
             "nothing was updated"

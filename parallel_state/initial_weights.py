@@ -84,10 +84,10 @@ def fill(local: Tensor, box: Box, shape: tuple[int, ...], initial: Initial, seed
             tuple(i * n for i, n in zip(index, sizes, strict=True)),
             tuple(min((i + 1) * n, d) for i, n, d in zip(index, sizes, shape, strict=True)),
         )
-        mine = tile.intersect(box)
-        if mine is not None:
+        part = tile.intersect(box)
+        if part is not None:
             values = _draw(tile.shape, initial, seed_of(seed, *index))
-            local[mine.within(box).slices] = values[mine.within(tile).slices].to(local.device, local.dtype)
+            local[part.within(box).slices] = values[part.within(tile).slices].to(local.device, local.dtype)
 
 
 def _draw(shape: tuple[int, ...], initial: Normal | Uniform | LogUniform, seed: int) -> Tensor:

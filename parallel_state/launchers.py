@@ -117,14 +117,14 @@ def _starts(launcher: _Launcher) -> bool:
 
 
 def _check_same(other: _Launcher, rank: int, world: int) -> None:
-    for mine, variable, value in (
+    for name, variable, value in (
         (_TORCHRUN.rank, other.rank, rank), (_TORCHRUN.world, other.world, world)
     ):  # fmt: skip
         if os.environ.get(variable) != str(value):
             raise BadInput(
-                "environment", mine,
+                "environment", name,
                 expected=f"{os.environ.get(variable)}, as {variable} of {other.name} says",
-                found=value, todo=f"Unset {mine}: each process that {other.name} starts is a rank",
+                found=value, todo=f"Unset {name}: each process that {other.name} starts is a rank",
             )  # fmt: skip
 
 

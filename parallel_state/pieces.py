@@ -178,19 +178,19 @@ class Piece(Generic[Holder]):
         Piece(box=Box(start=(2,), stop=(4,)), stored='file', start=(1,), dims=(0,), steps=(2,))
         """
         # Along each dim the stored indices are start, start + step, ...; those in a box are again such a row.
-        low, high, start, inside = [*self.box.start], [*self.box.stop], [*self.start], part.box
+        low, high, start, outer = [*self.box.start], [*self.box.stop], [*self.start], part.box
         for own, (dim, step) in enumerate(zip(self.dims, self.steps, strict=True)):
             if dim is not None:
-                skipped = max(0, -((start[dim] - inside.start[dim]) // step))
-                high[own] = min(high[own], low[own] - (start[dim] - inside.stop[dim]) // step)
+                skipped = max(0, -((start[dim] - outer.start[dim]) // step))
+                high[own] = min(high[own], low[own] - (start[dim] - outer.stop[dim]) // step)
                 low[own] += skipped
                 start[dim] += skipped * step
                 if low[own] >= high[own]:
                     return None
-        if any(not a <= at < b for a, at, b in zip(inside.start, start, inside.stop, strict=True)):
+        if any(not a <= at < b for a, at, b in zip(outer.start, start, outer.stop, strict=True)):
             return None  # outside in a dim that nothing runs along
         place = [*part.start]
-        for at, first, dim, step in zip(start, inside.start, part.dims, part.steps, strict=True):
+        for at, first, dim, step in zip(start, outer.start, part.dims, part.steps, strict=True):
             if dim is not None:
                 place[dim] += (at - first) * step
         dims = [None if dim is None else part.dims[dim] for dim in self.dims]

@@ -139,12 +139,12 @@ def identity(device: torch.device) -> str | None:
     return None if several else f"{uuid} of {socket.gethostname()}"
 
 
-def agree(mine: str | None) -> None:
+def agree(rank_device: str | None) -> None:
     """Give all ranks rank 0's seed of torch's generator, unless they already have one seed, because they draw
     parts of one tensor from it. ``mine``: this rank's device; if two ranks have it, all raise ``BadInput``.
     """
     facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, (torch.initial_seed(), mine))
+    dist.all_gather_object(facts, (torch.initial_seed(), rank_device))
     seeds, devices = zip(*facts, strict=True)
     for rank, device in enumerate(devices):
         if device is not None and (first := devices.index(device)) < rank:

@@ -139,10 +139,10 @@ class ParallelState:
         mesh = DeviceMesh.from_group(of_mesh, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
         groups, experts = {"pipeline": of_mesh[0], "tensor": of_mesh[-1]}, None
         if layout.expert > 1:  # the second view shares the first and the last group, pipeline and tensor
-            again = ranks.view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
-            inner = [along(again, axis) for axis in (1, 2, 3)]
+            expert_ranks = ranks.view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
+            inner = [along(expert_ranks, axis) for axis in (1, 2, 3)]
             experts = DeviceMesh.from_group(
-                [of_mesh[0], *inner, of_mesh[-1]], device.type, mesh=again, mesh_dim_names=_EXPERT_AXES
+                [of_mesh[0], *inner, of_mesh[-1]], device.type, mesh=expert_ranks, mesh_dim_names=_EXPERT_AXES
             )
             groups["expert"] = inner[-1]
         if layout.pipeline > 1:

@@ -261,6 +261,6 @@ class Pipeline:
 def neighbours(state: ParallelState) -> list[int]:
     """Return the other pipeline ranks whose stages come before or after one of this rank's, in order."""
     layout, own_rank = state.layout, state.at.pipeline
-    beside = {number + step for number in layout.stages_of(own_rank) for step in (-1, 1)}
-    ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
+    stages = {number + step for number in layout.stages_of(own_rank) for step in (-1, 1)}
+    ranks = {layout.rank_of_stage(number) for number in stages if 0 <= number < layout.stages}
     return sorted(ranks - {own_rank})

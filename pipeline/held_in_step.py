@@ -155,14 +155,14 @@ def _rows(
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones
                 last[key[1]] = key, row
-    each, of = list[_Row](), dict[_Key, slice]()
-    for key, alike in rows_of.items():
-        of[key] = slice(len(each), len(each) + len(alike))
-        each += alike
+    rows, slices = list[_Row](), dict[_Key, slice]()
+    for key, of_key in rows_of.items():
+        slices[key] = slice(len(rows), len(rows) + len(of_key))
+        rows += of_key
     stages = layout.stages_of(rank)
     borders = [other for stage in stages for other in (stage - 1, stage + 1)]
     sends = sum(0 <= border < layout.stages and border not in stages for border in borders)
-    return _Rows(each, np.array(each, dtype=float), of, [*last.values()], sends)
+    return _Rows(rows, np.array(rows, dtype=float), slices, [*last.values()], sends)
 
 
 #: The micro-batches that a rank holds at an instant, the sent messages that it keeps then, and ``absent``.
@@ -221,9 +221,9 @@ def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tup
         if arrives:
             now[-1] += 1
             continue
-        of, late = place[stage], 2 * number >= len(events)
+        own, late = place[stage], 2 * number >= len(events)
         if kind == "F":
-            now[of] += 1
+            now[own] += 1
             now[-1] -= stage > 0 and stage - 1 not in place  # it is an input, which is kept
             if stage == last:
                 yield (kind, stage, absent), (*now, late)
@@ -232,14 +232,14 @@ def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tup
             continue  # torch leaves all of it to the second part
         yield (kind, stage, absent), (*now, late)
         if kind == "I":
-            now[size + of] += 1
+            now[size + own] += 1
             # Of the gradient that came a product's weight gradient is made; another one is sent.
             now[-1] += 1 - (stage < last)
             continue
-        absent = tuple(stage for stage in absent if stage != of)
+        absent = tuple(stage for stage in absent if stage != own)
         split = kind == "W" and stage > 0
-        now[of] -= 1
-        now[size + of] -= split
+        now[own] -= 1
+        now[size + own] -= split
         now[-1] += stage < last and stage + 1 not in place  # the output that was sent is still kept
         if not split:
             now[-1] += (stage > 0) - (stage < last)

@@ -194,8 +194,8 @@ def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
 def _model_of(recipe: Recipe, planned: Plan) -> PlannedModel:
     """Return what plans the ranks of a recipe, which may treat some blocks differently."""
     groups, frozen = tuple(sorted(planned.groups.items())), dtype_named(recipe.compute_dtype)
-    asked = Asked(groups, recipe.scaling, recipe.attention_backend, frozen)
-    return planned_model(planned.family, planned.config, recipe.layout, asked)
+    settings = Asked(groups, recipe.scaling, recipe.attention_backend, frozen)
+    return planned_model(planned.family, planned.config, recipe.layout, settings)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

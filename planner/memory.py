@@ -95,9 +95,9 @@ def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
         pipeline=int(worst.messages),
         host=resting + moments + int(total.trained_stored * work.master) if work.offload else 0,
     )
-    rest = plan.total - at_rest
+    other_bytes = plan.total - at_rest
     at = {
-        loss: int(max(peak.bytes + walk.gathered + walk.gradients.lasting - rest, 0))
+        loss: int(max(peak.bytes + walk.gathered + walk.gradients.lasting - other_bytes, 0))
         for loss, peak in walk.peaks.items()
     }
     return replace(plan, logits=at.get(True, 0), block=at.get(False, 0))

@@ -133,7 +133,7 @@ def _take(
 ) -> Trace:
     model: nn.Module = stages.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    mine = [names[id(parameter)] for parameter in parameters]
+    own_names = [names[id(parameter)] for parameter in parameters]
     with shapes_only([model], work.batch):
         part = {name: torch.empty_like(x, device=device_of(work.batch)) for name, x in samples.items()}
         fakes = dict(model.named_parameters())
@@ -147,9 +147,9 @@ def _take(
             return empty(sent_as(stages.outputs[number - 1]).shape if number else (0,), work.batch)
 
         with told(model):
-            others = [fake for name, fake in fakes.items() if name not in mine]
+            others = [fake for name, fake in fakes.items() if name not in own_names]
             return trace(
-                run, make, [fakes[name] for name in mine], others=others, reached=number > 0,
+                run, make, [fakes[name] for name in own_names], others=others, reached=number > 0,
                 in_two=in_two and number > 0, scalar=loss is not None,
             )  # fmt: skip
 

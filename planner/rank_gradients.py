@@ -72,12 +72,12 @@ class RankGradients:
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
         ]
         ends = parameters.ends or (parameters.root,)
-        again = self.each and several and layout.copies_shards
+        copied = self.each and several and layout.copies_shards
         #: The root's last sum, which FSDP holds until the next one where replicas add it up. The first one is
         #: the gradient itself.
-        self.last_sum = again * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
+        self.last_sum = copied * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
         # With offload the sums of all groups stay on the device until replicas have added them up.
-        waiting = again * work.offload * total.trained_stored * work.reduce
+        waiting = copied * work.offload * total.trained_stored * work.reduce
         # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied
         # weight at both ends of a V is in two, if the first stage uses another parameter of the root, too.
         apart = self.each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
@@ -133,8 +133,8 @@ class RankGradients:
         last = len(stages) - 1
         user = last if last and stages[-1] == layout.stages - 1 else 0
         users = {0: ends[0], last: ends[1]} if ends else {user: root}
-        there = sum(self.lasts(group) for place, group in users.items() if place not in absent)
-        return max(self._root - there, 0.0)
+        of_users = sum(self.lasts(group) for place, group in users.items() if place not in absent)
+        return max(self._root - of_users, 0.0)
 
     def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:
         """Return the most bytes while the gradients of a group are summed, those of its weights included.

@@ -72,8 +72,8 @@ class RankWalk:
         for instant, last in instants:
             place = self.here.index(instant.stage)
             missing = self._begin(instant, place)
-            for loss, beside in self._action(instant.kind, place, last=last).items():
-                peak = beside.after(instant.bytes, instant.messages * message, missing)
+            for loss, peak_of_action in self._action(instant.kind, place, last=last).items():
+                peak = peak_of_action.after(instant.bytes, instant.messages * message, missing)
                 peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
         self.peaks = peaks
         for stage in dict.fromkeys(self.stages):
@@ -213,12 +213,12 @@ class RankWalk:
         summing = gradients.each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
-        own, rest = weights - experts, grads - experts
+        own, without_experts = weights - experts, grads - experts
         # What lasts of a block's gradients from its backward on, less what their sum gives back.
         lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
-        left = rest * self.work.reduce / self.made * gradients.leaves_buffer * summing
-        summed = gradients.summed(rest / self.made, min(group.last, rest / self.made))
+        left = without_experts * self.work.reduce / self.made * gradients.leaves_buffer * summing
+        summed = gradients.summed(without_experts / self.made, min(group.last, without_experts / self.made))
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
@@ -259,19 +259,19 @@ class RankWalk:
         backward it gathers the block before, ``ahead``; see ``_blocks``. ``lasting``: of their gradients.
         """
         experts, zero3, gradients = trace.experts, self.zero == 3, self.gradients
-        beside, elements = waits + zero3 * trace.weights, experts / self.made
-        self.note(min(trace.to_experts, most) - came + beside)
+        others, elements = waits + zero3 * trace.weights, experts / self.made
+        self.note(min(trace.to_experts, most) - came + others)
         if zero3:  # FSDP copies what it received
-            self.note(trace.copied_experts + beside + experts + self.recut)
-        beside += ahead
-        self.note(min(trace.in_experts, most) + beside)
-        beside -= experts * (zero3 or drops)
+            self.note(trace.copied_experts + others + experts + self.recut)
+        others += ahead
+        self.note(min(trace.in_experts, most) + others)
+        others -= experts * (zero3 or drops)
         self.left = 0.0
         summed = gradients.summed(elements, self.parameters.most("largest"), experts=True)
-        self.note(trace.at_experts + beside + summed)
+        self.note(trace.at_experts + others + summed)
         self.left = elements * self.work.reduce * gradients.leaves_buffer
         self.missing -= lasting
-        self.note(trace.after_experts + beside)
+        self.note(trace.after_experts + others)
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:
         """Walk through the end of a backward: the embedding, and the sum of the root's gradients."""

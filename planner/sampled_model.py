@@ -124,7 +124,7 @@ class SampledModel:
         """Count the parameters of a rank."""
         stage = self.stage or Stage.of(len(self.kinds), split=split, state=state)
         counts = [Counter(map(self.kinds.__getitem__, part.blocks)) for part in stage.parts]
-        parts = tuple(tuple((kind, of[kind]) for kind in self.blocks if of[kind]) for of in counts)
+        parts = tuple(tuple((kind, kinds[kind]) for kind in self.blocks if kinds[kind]) for kinds in counts)
         key = _place(state), parts, stage.first, stage.last
         if key not in self._held:
             self._held[key] = self._of_rank(state, stage, parts)

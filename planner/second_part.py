@@ -52,7 +52,7 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     elif summing:
         waits = 0 if adds else gradients_so_far - largest * walk.made
         # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
-        beside = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
-        walk.note(waits + largest * walk.work.reduce + beside)
+        last_gradient = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
+        walk.note(waits + largest * walk.work.reduce + last_gradient)
     elif not adds:
         walk.note(walk.parameters.most("largest") * walk.made)

@@ -139,8 +139,8 @@ class StageBytes:
     def _runs(self, blocks: Sequence[tuple[int, Piece, Trace]], reached: int) -> list[Run]:
         # FSDP gathers ahead the block that ran before, of the same stage (``ForwardOrder``).
         runs, place = list[Run](), len(blocks)
-        for _, alike in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda block: id(block[2])):
-            run = [*alike]
+        for _, same in groupby(reversed(blocks[len(blocks) - reached :]), key=lambda block: id(block[2])):
+            run = [*same]
             place -= len(run)
             # Of a block with experts apart it gathers these later.
             before = blocks[place - 1][1].plain if place else None

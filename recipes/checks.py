@@ -103,20 +103,20 @@ def _own_model(recipe: Recipe) -> Iterator[Rule]:
         return
     todo = 'module = "my_loss.py:MyLoss" in [loss], or the function that your own loop would give Step'
     yield Rule(recipe.loss is None, "loss", "the loss of model.module", "none", todo)
-    optimizer, beside = recipe.optimizer, "absent beside model.module"
+    optimizer, absent = recipe.optimizer, "absent beside model.module"
     for key in ("config", "size", "mtp"):
         setting = getattr(model, key)
-        yield Rule(setting is not None, f"model.{key}", beside, setting)
-    expected, chosen = beside.replace("absent", "auto"), model.implementation
+        yield Rule(setting is not None, f"model.{key}", absent, setting)
+    expected, chosen = absent.replace("absent", "auto"), model.implementation
     yield Rule(chosen != "auto", "model.implementation", expected, chosen)
-    yield Rule(recipe.lora is not None, "lora", f"{beside}, whose code may attach adapters", "one")
+    yield Rule(recipe.lora is not None, "lora", f"{absent}, whose code may attach adapters", "one")
     for key in ("label_smoothing", "z_loss"):
         factor = getattr(optimizer, key)
         yield Rule(factor > 0, f"optimizer.{key}", f"0: {_LOSS}", factor)
     chunk = recipe.memory.loss_chunk
     yield Rule(chunk not in ("auto", 0), "memory.loss_chunk", f"auto or 0: {_LOSS}", chunk)
     norms = recipe.watch.activation_norms
-    yield Rule(norms, "watch.activation_norms", f"false {beside}".replace("absent ", ""), norms)
+    yield Rule(norms, "watch.activation_norms", f"false {absent}".replace("absent ", ""), norms)
 
 
 #: Why a key of the loss of the next token does nothing.
@@ -257,9 +257,9 @@ def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, 
     expected = f"0: the routers of {family.model_type} have no biases"
     todo = "experts.balance keeps such experts evenly used"
     frozen = "0 with [lora]: the biases belong to the base, which is frozen"
-    ours = "a model of the zoo: transformers' code gives no losses of its routers"
+    of_zoo = "a model of the zoo: transformers' code gives no losses of its routers"
     rules = (
-        Rule(family.adopted, "experts", ours, family.model_type),
+        Rule(family.adopted, "experts", of_zoo, family.model_type),
         Rule(not models_routers, "experts", "a model with experts", family.model_type),
         Rule(rate > 0 and unbiased, "experts.bias_rate", expected, rate, todo),
         Rule(rate > 0 and adapters, "experts.bias_rate", frozen, rate),

@@ -143,8 +143,8 @@ class Heartbeat:
     def _beat(self) -> None:
         before = -1
         while not self._done.wait(_BEAT):
-            now, (step, written) = self._status.step, self._written
-            if now != step and (now == before or time.monotonic() - written >= _STEP_EVERY):
+            now, (step, written_at) = self._status.step, self._written
+            if now != step and (now == before or time.monotonic() - written_at >= _STEP_EVERY):
                 self.write()
             before = now
             with self._lock, suppress(OSError):

@@ -138,18 +138,18 @@ def process_group(
             todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
         )  # fmt: skip
     process, world, rank = launched(), layout.world, own_rank()
-    mine = own_device(device)
+    rank_device = own_device(device)
     card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
     store = join(process, card, timeout) if process else dist.HashStore()
-    init_process_group(mine, timeout, store=store, rank=rank, world_size=world)
+    init_process_group(rank_device, timeout, store=store, rank=rank, world_size=world)
     failed = threading.Event()
     if process:
         _leave_when(failed)
     try:
-        yield ParallelState.start(layout, device=mine, timeout=timeout, files_timeout=files_timeout)
+        yield ParallelState.start(layout, device=rank_device, timeout=timeout, files_timeout=files_timeout)
     except BaseException:
         failed.set()
-        abandon_process_group(mine)
+        abandon_process_group(rank_device)
         raise
     if process and rank == 0:
         tell_spares(store)
@@ -169,10 +169,10 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     run = token_hex(8)  # the name of no other start
     # The ranks meet at a store of this process, which outlives each of them.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    asked = set[int]()
+    signals = set[int]()
 
     def pass_on(number: int, frame: object) -> None:
-        asked.add(number)
+        signals.add(number)
         _send(ranks, number)
 
     with tempfile.TemporaryFile("w+") as log:
@@ -188,7 +188,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
             kind = "stopped" if failed.code == PREEMPTED else "error"
             sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}{killed}\n")
             return int(failed.code or 1)
-        if signal.SIGTERM in asked and -signal.SIGTERM in codes:
+        if signal.SIGTERM in signals and -signal.SIGTERM in codes:
             sys.stderr.write(
                 "stopped: asked to stop before the ranks had begun: the same command begins again\n"
             )

@@ -89,8 +89,8 @@ def _refuse_folder_of_others(folder: Path) -> None:
     ]
     if strange:
         expected, todo = "a new folder, or a run's", "Choose another folder, or move it away"
-        written = f"{folder / min(strange)}, which no run of trilith wrote"
-        raise BadInput("recipe", "out", expected=expected, found=written, todo=todo)
+        actual = f"{folder / min(strange)}, which no run of trilith wrote"
+        raise BadInput("recipe", "out", expected=expected, found=actual, todo=todo)
 
 
 def _take(folder: Path, patience: float | None = None) -> FileLock:

@@ -75,8 +75,8 @@ class Terminal:
     def evaluation(self, metrics: "StepMetrics") -> None:
         """Print a line after a step that an evaluation followed."""
         perplexity = metrics.evaluation_perplexity
-        shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
+        beside = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
         self._console.print(
             f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}  "
-            f"evaluation loss {metrics.evaluation_loss:.4f}{shown}"
+            f"evaluation loss {metrics.evaluation_loss:.4f}{beside}"
         )

@@ -76,9 +76,9 @@ class SimulatedDevice(UncompiledMode):
         if not call.concerns_device:
             return _on_host(func, call)
         if (handler := _HANDLERS.get(call.name)) is not None:
-            done = handler(self, call)
-            if done is not NotImplemented:
-                return done
+            out = handler(self, call)
+            if out is not NotImplemented:
+                return out
         if call.host and accelerator.is_host(NAME):  # it stands for the host, where nothing can be mixed
             if call.name.endswith("_") and args[0] is call.host[0]:
                 return args[0]

@@ -89,10 +89,10 @@ class LiveBytes(UncompiledMode):
         resize = torch.UntypedStorage.resize_
 
         def resized(untyped: torch.UntypedStorage, size: int) -> Any:
-            done = resize(untyped, size)
+            out = resize(untyped, size)
             if (entry := self._alive.get(id(untyped))) is not None:
                 self._measure(untyped, entry[1])
-            return done
+            return out
 
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._resizing.start()

@@ -38,10 +38,10 @@ def simulated_rank(
         return new_group(*ranks, **named)  # gloo would look for the other ranks
 
     def summed(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **named: Any) -> Any:
-        done = all_reduce(tensor, op, group, **named)
+        handle = all_reduce(tensor, op, group, **named)
         if op == dist.ReduceOp.SUM and tensor.device.type == "cpu":
             tensor.mul_(dist.get_world_size(group))  # what ranks agree on looks at it
-        return done
+        return handle
 
     def sent(tensor: Tensor, *args: Any, **named: Any) -> Any:
         return None if (work := isend(tensor, *args, **named)) is None else _Sending(work, tensor)

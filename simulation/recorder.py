@@ -145,20 +145,20 @@ class Recorder(LiveBytes):
 
         What the first one leaves in variables is there from the second one on.
         """
-        self.sliced, last, alike = self.sliced or not of_ranks, len(rounds) - 1, 1 + of_ranks
-        for number in sorted({*range(min(alike, last) + 1), max(last - of_ranks, 0), last}):
+        self.sliced, last, repeated = self.sliced or not of_ranks, len(rounds) - 1, 1 + of_ranks
+        for number in sorted({*range(min(repeated, last) + 1), max(last - of_ranks, 0), last}):
             if not of_ranks:
                 self.end_chain()  # no kernel is of several rounds
             start, chain = len(self.steps), self._chain
             moved = 0 if chain is None else chain.moved()
             yield rounds[number]
-            if number == alike:
-                steps, after, again = self.steps[start:], self.after[start:], max(last - 2 * alike, 0)
-                self.at += len(steps) * again
-                self.steps += steps * again
-                self.after += after * again
+            if number == repeated:
+                steps, after, repeats = self.steps[start:], self.after[start:], max(last - 2 * repeated, 0)
+                self.at += len(steps) * repeats
+                self.steps += steps * repeats
+                self.after += after * repeats
                 if chain is not None and chain is self._chain:  # it goes on through all rounds
-                    chain.left_out += again * (chain.moved() - moved)
+                    chain.left_out += repeats * (chain.moved() - moved)
         if not of_ranks:
             self.end_chain()
 

@@ -113,8 +113,8 @@ def trace(
                 outputs.clear()
                 total.backward()
                 del total
-                of = parameters, others, of_apart
-                left, peaks = _in_backward(recorder, start, sizes["kept"], *of, summed, runs)
+                weights_by_owner = parameters, others, of_apart
+                left, peaks = _in_backward(recorder, start, sizes["kept"], *weights_by_owner, summed, runs)
                 sizes |= left
                 instants |= peaks
     for hook in hooks:
@@ -166,14 +166,14 @@ def _in_backward(
         first = max(min(storage.made for storage in experts) - start, 1)
         last = max(summed[number] for number in experts.values()) - start
         sizes |= {"experts": sum(own[storage] for storage in experts), "at_experts": without[last]}
-        again = [at - start for at in runs if at >= start] or [first - 1]
-        for name, of, begin, end in (
-            ("copied_experts", without, again[0], again[-1] + 1),
+        reruns = [at - start for at in runs if at >= start] or [first - 1]
+        for name, after, begin, end in (
+            ("copied_experts", without, reruns[0], reruns[-1] + 1),
             ("to_experts", without, 0, first),
             ("in_experts", all_made, first, last + 1),
             ("after_experts", without, last, len(without)),
         ):
-            instants[name] = [of[at] if begin <= at < end else -forward_bytes for at in range(len(of))]
+            instants[name] = [after[at] if begin <= at < end else -forward_bytes for at in range(len(after))]
     return sizes, instants
 
 

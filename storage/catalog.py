@@ -157,11 +157,11 @@ def _through(pieces: Sequence[Piece[str]], tensors: Sequence[LazyTensor], box: B
 
 
 def first_difference(
-    wanted: Mapping[str, T], actual: Mapping[str, T]
+    expected: Mapping[str, T], actual: Mapping[str, T]
 ) -> tuple[str, T | None, T | None] | None:
     """Return the first name for which two tables have not the same, with what each has; ``None`` if equal."""
-    names = (name for name in (*wanted, *actual) if wanted.get(name) != actual.get(name))
-    return next(((name, wanted.get(name), actual.get(name)) for name in names), None)
+    names = (name for name in (*expected, *actual) if expected.get(name) != actual.get(name))
+    return next(((name, expected.get(name), actual.get(name)) for name in names), None)
 
 
 def check_covered(where: object, catalog: Catalog) -> None:

@@ -56,9 +56,9 @@ class Disk:
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        done = 0
-        while done < len(data):
-            done += os.pwrite(fd, data[done : done + _CALL], offset + done)
+        count = 0
+        while count < len(data):
+            count += os.pwrite(fd, data[count : count + _CALL], offset + count)
 
     def sync(self, fd: int) -> None:
         """Make the bytes written to the file so far survive a power cut."""

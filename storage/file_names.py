@@ -125,13 +125,13 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
     if not path.is_dir():
         return path, FolderKind.OTHER
     present = kinds_of(path)
-    wanted = [kind for kind in present if kind in among]
-    if len(wanted) > 1:
-        kinds = " and ".join(kind.value for kind in wanted)
-        says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted)
+    wanted_kinds = [kind for kind in present if kind in among]
+    if len(wanted_kinds) > 1:
+        kinds = " and ".join(kind.value for kind in wanted_kinds)
+        says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted_kinds)
         todo = f"Say which is meant: {says}"
         raise BadInput(path, expected="a folder of one kind", found=f"both {kinds}", todo=todo)
-    return path, (wanted or present or [FolderKind.OTHER])[0]
+    return path, (wanted_kinds or present or [FolderKind.OTHER])[0]
 
 
 def kinds_of(folder: Path) -> list[FolderKind]:

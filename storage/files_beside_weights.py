@@ -36,8 +36,8 @@ def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
     ``BadInput`` for one that is no regular file, may not be read, is larger than 512 MiB, or is a link that
     leads out of the folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
     """
-    there = {path.name for path in folder.iterdir()}
-    names = [name for name in COMPANIONS if name in there]
+    present = {path.name for path in folder.iterdir()}
+    names = [name for name in COMPANIONS if name in present]
     companions = [contained(folder, name, allow_symlinks=allow_symlinks) for name in names]
     for path in companions:
         with open_regular(path) as (_, status):

@@ -54,9 +54,9 @@ def check_outside(output: Path, inputs: Iterable[Path]) -> None:
         if source.is_file() and output.exists() and output.samefile(source):
             todo = "Choose another name"
             raise BadInput(output, expected="another file than the input", found=source, todo=todo)
-        if (inside := _inside(around, source)) is not None:
+        if (name := _inside(around, source)) is not None:
             expected, todo = "an output outside the input", "Choose a place outside"
-            raise BadInput(output, expected=expected, found=f"{inside}, the input", todo=todo)
+            raise BadInput(output, expected=expected, found=f"{name}, the input", todo=todo)
 
 
 def _around(output: Path) -> list[Path]:

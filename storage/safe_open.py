@@ -73,10 +73,10 @@ def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> by
 
 def read_full(fd: int, into: memoryview, offset: int) -> int:
     """Read from ``offset`` on until ``into`` is full, or the file ends; return the number of bytes."""
-    done = 0
-    while done < len(into) and (count := os.preadv(fd, [into[done:]], offset + done)):
-        done += count
-    return done
+    filled = 0
+    while filled < len(into) and (count := os.preadv(fd, [into[filled:]], offset + filled)):
+        filled += count
+    return filled
 
 
 def check_plain_name(name: object, where: object, key: object, *, kind: type[BadInput] = BadInput) -> str:

@@ -192,8 +192,8 @@ def output_file(
         with writing(out):
             path.touch()
             yield path
-            with open(path, "rb") as written:  # a library may have made the file anew
-                os.fsync(written.fileno())
+            with open(path, "rb") as file:  # a library may have made the file anew
+                os.fsync(file.fileno())
             try:
                 os.link(path, out)  # unlike a rename, never over a file that appeared meanwhile
             except OSError:  # it exists, or this file system has no hard links

@@ -77,12 +77,12 @@ class View:
     @property
     def nested(self) -> bool:
         """Return whether no two elements share bytes, as after slices, steps and permutations."""
-        inside = 1
+        extent = 1
         steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
         for stride, count in sorted(steps):
-            if stride < inside:
+            if stride < extent:
                 return False
-            inside = stride * count
+            extent = stride * count
         return True
 
     def narrow(self, box: Box) -> "View":
@@ -156,8 +156,8 @@ def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
 
     The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, dim by dim.
     """
-    inside = [part for box in boxes if (part := box.intersect(whole)) is not None]
-    return _sweep(whole, inside, 0) if whole.size else None
+    overlaps = [part for box in boxes if (part := box.intersect(whole)) is not None]
+    return _sweep(whole, overlaps, 0) if whole.size else None
 
 
 def check_coverage(

@@ -113,8 +113,8 @@ def _differences(reference: Observation, other: Observation) -> Iterator[Differe
         if name in other.outputs:
             pieces: list[Pieces] = [{name: (box, True, part)} for box, part in other.outputs[name]]
             yield from (Difference("output", *gap) for gap in differences({name: join(parts)}, pieces))
-    wanted, loss = reference.losses[0], other.losses[0]
-    yield Difference("loss", "the step", abs(wanted - loss) / max(abs(wanted), 1e-300))
+    expected, loss = reference.losses[0], other.losses[0]
+    yield Difference("loss", "the step", abs(expected - loss) / max(abs(expected), 1e-300))
     gradients = differences(assemble([reference.gradients]), [other.gradients])
     yield from (Difference("gradient", *gap) for gap in gradients)
 

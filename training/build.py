@@ -59,8 +59,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Updat
     resting = resting_device(state, offload=recipe.memory.offload)
     if any(parameter.is_meta for parameter in model.parameters()):
         to_empty(model, resting)
-    wanted = recipe.optimizer
-    settings = wanted.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    section = recipe.optimizer
+    settings = section.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     optimizer = make_adamw(model, **settings, groups=plan.groups)
     step = Step(
         model,
@@ -73,9 +73,9 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Updat
     update = Update(
         model,
         optimizer,
-        clip=wanted.clip,
+        clip=section.clip,
         loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
-        spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
+        spikes=Spikes(section.skip_spikes) if section.skip_spikes else None,
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
         state=state,
     )

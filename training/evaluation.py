@@ -70,10 +70,10 @@ class Evaluation(Callback):
         self.terminal, self.at, self._steps = trainer.terminal, trainer.at, recipe.steps
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
-        done = metrics.step + 1
-        if done % self.interval and done != self._steps:
+        steps = metrics.step + 1
+        if steps % self.interval and steps != self._steps:
             return None
-        self.at("evaluation", done)
+        self.at("evaluation", steps)
         loss = held_out_loss(self.step, self.held_out)
         figures = {"evaluation_loss": loss, "evaluation_perplexity": perplexity(loss)}
         self.terminal.evaluation(metrics.joined(figures, "evaluation"))

@@ -82,17 +82,17 @@ def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | Non
 
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
     """Return the run's learning rates, and a line on how the peak follows from the batch, if it does."""
-    wanted = recipe.optimizer
+    section = recipe.optimizer
     peak, scaling_note = scaled_rate(
-        wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
+        section.lr, section.scale_lr, batch=recipe.data.global_batch, reference=section.reference_batch
     )
     schedule = Schedule(
-        wanted.schedule,
+        section.schedule,
         peak,
         recipe.steps,
-        warmup=wanted.warmup,
-        minimum=wanted.minimum_ratio,
-        decay=decay_steps(wanted, recipe.steps),
-        shape=wanted.decay_shape,
+        warmup=section.warmup,
+        minimum=section.minimum_ratio,
+        decay=decay_steps(section, recipe.steps),
+        shape=section.decay_shape,
     )
     return schedule, scaling_note

@@ -213,11 +213,11 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
     pair: tuple[Any, Any] = numbers if len(numbers) == 2 else (None, None)
     total, count = pair
     if not isinstance(total, Tensor) or total.ndim or not _is_number(count):
-        shown = " and ".join(
+        actual = " and ".join(
             f"a tensor of shape {[*x.shape]}" if isinstance(x, Tensor) else type(x).__name__ for x in numbers
         )
         expected = "the sum of the losses, a scalar tensor, and their number"
-        raise BadInput("step", "loss", expected=expected, found=shown, todo=_TODO)
+        raise BadInput("step", "loss", expected=expected, found=actual, todo=_TODO)
     return total, count
 
 

@@ -46,12 +46,12 @@ def find_first_non_finite(step: Step, number: int, batch: Any) -> NoReturn:
     # A compiled block would hide its modules.
     with looking(step) as events, torch.compiler.set_stance("force_eager"):
         step.forward(batch)
-    mine = None
+    event = None
     if events:
         weights = model.get_submodule(events[0].module).parameters()
         finite = all(_all_finite(local_data(weight)) for weight in weights)
-        mine = replace(events[0], weights_are_finite=finite)
-    first = min(filter(None, together(lambda: mine, state)), default=None)
+        event = replace(events[0], weights_are_finite=finite)
+    first = min(filter(None, together(lambda: event, state)), default=None)
     if first is not None:
         what = f"rank {first.rank}: the output of {first.module or 'the model'}"
     else:
@@ -103,13 +103,13 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
     stage = 0 if state is None else state.at.pipeline
     declared, blocks = declarations(model), find_blocks(model)
     paths = [path for path, module in model.named_modules() if module in blocks]
-    beside, last = -1.0, None
+    outside, last = -1.0, None
     for name, parameter in model.named_parameters():
         block = next((path for path in paths if name.startswith(f"{path}.")), None)
-        beside = beside if block is None else math.inf
+        outside = outside if block is None else math.inf
         grad = parameter.grad
         if grad is not None and not (declared[name].ends and stage) and not _all_finite(local_data(grad)):
-            last = beside if block is None else whole_number(block.rpartition(".")[2]) or 0, name
+            last = outside if block is None else whole_number(block.rpartition(".")[2]) or 0, name
     return last
 
 

@@ -87,16 +87,16 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
     """
     named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
     check_keywords(code, arguments, key, **named)
-    shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
-    expected = f"one that can be made with ({shown})"[:160]
+    call = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
+    expected = f"one that can be made with ({call})"[:160]
     return asked(lambda: code.entry(**arguments, **named), within, expected)
 
 
-def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *beside: Any, **named: Any) -> None:
+def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *others: Any, **named: Any) -> None:
     """Refuse arguments that a function or class cannot be called with, beside what else it is given."""
     signature = signature_of(code.entry)
     try:
-        signature.bind(*beside, **arguments, **named)
+        signature.bind(*others, **arguments, **named)
     except TypeError as error:
         unknown = next((name for name in arguments if not names(code.entry, name)), "")
         near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)

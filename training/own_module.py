@@ -238,9 +238,9 @@ def _check_called(code: OwnCode, arguments: Mapping[str, Any]) -> None:
     try:
         signature.bind_partial(None, None)
     except TypeError:
-        shown = f"{getattr(code.entry, '__name__', type(code.entry).__name__)}{signature}"
+        name = f"{getattr(code.entry, '__name__', type(code.entry).__name__)}{signature}"
         expected = "a function of (output, samples)"
-        raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
+        raise BadInput("recipe", "loss.module", expected=expected, found=name) from None
     state = {"state": None} if "state" in signature.parameters else {}
     check_keywords(code, arguments, "loss.arguments", None, None, **state)
 
@@ -251,13 +251,13 @@ def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> N
     first = getattr(model, "first_input", None)
     if first is not None and parameters and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
         del parameters[0]  # given without its name
-    asked = [
+    named = [
         parameter.name
         for parameter in parameters
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and parameter.default is parameter.empty
     ]
-    for name in [*([] if first is None else [first]), *asked]:
+    for name in [*([] if first is None else [first]), *named]:
         todo = "The keywords of forward name the samples that it is given"
         expected = f"a sample {name}, which the model's forward takes"
         require(name in samples, "recipe", key, expected, ", ".join(samples), todo)

@@ -51,8 +51,8 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
         check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
     if recipe.loss is not None:  # it would count rows that fill up the last one
-        there = counted(rows.samples, "row" if isinstance(rows, GlobalBatches) else "item")
-        expected = f"a multiple of data x micro_batch = {unit}, of {there}"
+        size = counted(rows.samples, "row" if isinstance(rows, GlobalBatches) else "item")
+        expected = f"a multiple of data x micro_batch = {unit}, of {size}"
         require(samples % unit == 0, "recipe", "evaluation.samples", expected, samples)
     elif isinstance(rows, GlobalBatches):
         check_labels(rows, samples, "recipe", "evaluation.samples")
@@ -141,8 +141,8 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
         # By itself a tokenizer.model gives the ids of its folder.
         if "tokenizer.model" in names and made_by == load_tokenizer(folder / "tokenizer.model").fingerprint:
             continue
-        beside = _tokenizer_beside(file)
-        if beside is not None and give_the_same_ids(folder, beside):
+        folder_named = _tokenizer_beside(file)
+        if folder_named is not None and give_the_same_ids(folder, folder_named):
             continue
         expected = f"tokens of the model's tokenizer, {folder} ({fingerprint[:12]})"
         other = f"those of another one, {file.index.tokenizer or 'unnamed'} ({made_by[:12]})"
@@ -190,6 +190,6 @@ def _opened(
         expected, kind = "a class, or a function that makes a data set", type(code.entry).__name__
         require(callable(code.entry), "recipe", f"{key}.module", expected, kind)
         source = call_own(code, keywords, f"{key}.arguments", within=f"{key}.module")
-        shown = json.dumps(keywords, sort_keys=True, default=str)
-        sources.append((source, f"{name.rpartition(':')[2]}({shown}) of a file with SHA-256 {code.digest}"))
+        called = json.dumps(keywords, sort_keys=True, default=str)
+        sources.append((source, f"{name.rpartition(':')[2]}({called}) of a file with SHA-256 {code.digest}"))
     return ItemBatches(sources, weights, length, global_batch, seed, key=f"{key}.module")

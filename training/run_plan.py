@@ -256,12 +256,12 @@ def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: st
     """Refuse weights of a model other than the recipe states, by the first field that differs."""
     raw = read_config(recipe.model)
     config_of_file = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
-    there, wanted = config.model_dump(), config_of_file.model_dump()
+    actual, expected = config.model_dump(), config_of_file.model_dump()
     same = type(config_of_file) is type(config)
     require(same, where, "model_type", raw["model_type"], family.model_type)
-    for key, value in wanted.items():
+    for key, value in expected.items():
         todo = "model.config in the recipe states what model.init_from must hold"
-        require(there[key] == value, where, key, value, there[key], todo)
+        require(actual[key] == value, where, key, value, actual[key], todo)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -58,9 +58,9 @@ def rows_of_step(rows: Tensor, state: ParallelState) -> tuple[Tensor, slice]:
     Collective over the data ranks.
     """
     first, rows = state.data_index * len(rows), rows.contiguous()
-    mine = slice(first, first + len(rows))
+    own_rows = slice(first, first + len(rows))
     if state.layout.data == 1:
-        return rows, mine
+        return rows, own_rows
     everyone = rows.new_empty(state.layout.data * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(everyone, rows, group=state.data_group)
-    return everyone, mine
+    return everyone, own_rows

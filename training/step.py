@@ -271,6 +271,6 @@ class Step:
         stages.seed_runs(seed)
         if not rows:
             return inputs
-        everyone, mine = rows_of_step(torch.cat(rows), self.state)
-        extra = loss.whole_step(everyone, mine, inputs.samples)
+        everyone, own_rows = rows_of_step(torch.cat(rows), self.state)
+        extra = loss.whole_step(everyone, own_rows, inputs.samples)
         return replace(inputs, samples={**inputs.samples, **extra})

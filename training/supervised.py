@@ -163,13 +163,13 @@ def deterministic(on: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = "CUBLAS_WORKSPACE_CONFIG"
-    ours = workspace not in os.environ
-    if ours:
+    is_unset = workspace not in os.environ
+    if is_unset:
         os.environ[workspace] = ":4096:8"  # of the two that NVIDIA names, the faster
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        if ours:
+        if is_unset:
             del os.environ[workspace]

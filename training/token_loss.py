@@ -87,7 +87,7 @@ class TokenLoss(Loss):
         ``output``: logits, which a backward overwrites, or with ``head_in_loss`` hidden states.
         """
         model, parts = self.model, len(labels)
-        alike: dict[str, Any] = {
+        common: dict[str, Any] = {
             "label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "compiled": self.compiled,
             "state": model.state,
         }  # fmt: skip
@@ -103,7 +103,7 @@ class TokenLoss(Loss):
                     logit_cap=model.logit_cap,
                     scale=scale,
                     sums=self.sums,
-                    **alike,
+                    **common,
                 )
                 for hidden, labels_BS, scale in zip(_parts(output, parts), labels, scales, strict=True)
             ]
@@ -113,7 +113,7 @@ class TokenLoss(Loss):
             torch.cat([*labels]) if parts > 1 else labels[0],
             model.config.vocab_size,
             overwrite=True,
-            **alike,
+            **common,
         )
         return [
             part.sum() * scale.to(part.dtype)

@@ -98,9 +98,9 @@ class Spikes:
         return {"losses": [*self.losses], "norms": [*self.norms]}
 
     def restore(self, memory: dict[str, Any]) -> None:
-        for mine, saved in ((self.losses, memory["losses"]), (self.norms, memory["norms"])):
-            mine.clear()
-            mine.extend(float(value) for value in saved)
+        for recent, saved in ((self.losses, memory["losses"]), (self.norms, memory["norms"])):
+            recent.clear()
+            recent.extend(float(value) for value in saved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,22 +93,22 @@ def shard_over_data(
     stacks = stacks_of_experts(model, state.layout)
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
     dims = {parameter: declared[name].shard_dim(state.layout) for name, parameter in model.named_parameters()}
-    alike: dict[str, Any] = {
+    common: dict[str, Any] = {
         "shard_placement_fn": lambda parameter: Shard(dims[parameter]) if dims[parameter] else None,
         "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting,
     }  # fmt: skip
     of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
     for stack in stacks:
-        fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
+        fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **common)
         keep_aside(stack)
     for block in unshared_blocks(model, blocks):
         if block not in stacks:
             block.register_forward_hook(_without_views)
-            fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
+            fully_shard(block, mesh=mesh, reshard_after_forward=regather, **common)
     # Backward begins with what forward ended with, the output layer; a loss may use its weight, too.
     # Between the two, a pipeline's stage runs forwards of other micro-batches.
     stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
+    fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **common)
     drop_after_evaluation(model)
     _sum_gradients(model, stacks, state)
     for module in engine.fsdp_modules(model) if precision.casts else ():
@@ -134,8 +134,8 @@ def _refuse_several_dtypes(model: nn.Module) -> None:
         for first, other in pairwise(together):
             expected = f"the dtype of {names[first]}, which is gathered with it, {first.dtype}"
             todo = "Cast them alike, or put them into different ones of blocks="
-            alike = first.dtype == other.dtype
-            require(alike, "shard_over_data", names[other], expected, other.dtype, todo)
+            same_dtype = first.dtype == other.dtype
+            require(same_dtype, "shard_over_data", names[other], expected, other.dtype, todo)
 
 
 def _without_views(block: nn.Module, inputs: Any, output: Any) -> Any:

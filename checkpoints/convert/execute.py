@@ -82,8 +82,8 @@ class Work:
                 groups[_shared(transfer)].append((transfer, writer))
         pool, tallies = ThreadPoolExecutor(max(1, threads)), defaultdict[str, Tally](Tally)
         try:
-            for done in [pool.submit(self.make, *group) for group in _spread([*groups.values()], threads)]:
-                name, tally = done.result()
+            for future in [pool.submit(self.make, *group) for group in _spread([*groups.values()], threads)]:
+                name, tally = future.result()
                 tallies[name].update(tally)
             if self.finished is not None:
                 self.finished.wait()

@@ -137,9 +137,9 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
     """Refuse a folder in which a rank is missing, or ranks hold different numbers of virtual stages."""
     tensor = arguments.size("tensor_model_parallel_size")
     pipeline = arguments.size("pipeline_model_parallel_size")
-    there = {(rank.tensor, rank.pipeline) for rank in ranks}
+    present = {(rank.tensor, rank.pipeline) for rank in ranks}
     for t, p in product(range(tensor), range(pipeline)):
-        if (t, p) not in there:
+        if (t, p) not in present:
             name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "")
             expected = f"{tensor} tensor ranks of {pipeline} pipeline ranks"
             actual = f"one without {_FILES[0]}" if (folder / name).is_dir() else "no such folder"

@@ -52,9 +52,9 @@ def whole_parts(
 
 def _check_dims(name: str, view: View, where: Path) -> None:
     """Refuse a layer's tensor that has not the dims of its kind."""
-    wanted = 1 if name.endswith(".bias") else 2
+    dims = 1 if name.endswith(".bias") else 2
     is_layer = any(pattern.fullmatch(name) for pattern in (_EXPERT, _GROUPED, _COLUMNS, _ROWS))
-    require(not is_layer or len(view.shape) == wanted, where, name, f"{wanted} dims", [*view.shape])
+    require(not is_layer or len(view.shape) == dims, where, name, f"{dims} dims", [*view.shape])
 
 
 def _cut(

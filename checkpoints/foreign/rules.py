@@ -100,17 +100,17 @@ def choose_table(
     whose ``detect`` is there. ``BadInput`` if none of these fits.
     """
     name = names or checkpoint.names
-    asked = Table() if name is None else table_named(name)
-    if asked.rule:
-        return asked
+    named = Table() if name is None else table_named(name)
+    if named.rule:
+        return named
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    weights = {name: shape for name, shape in shapes.items() if not asked.ignores(name)}
+    weights = {name: shape for name, shape in shapes.items() if not named.ignores(name)}
     if (own := rename_all(weights, hf, checkpoint.path)) is not None:
-        return own.model_copy(update={"ignored": asked.ignored})
+        return own.model_copy(update={"ignored": named.ignored})
     for table_name in known_tables():
         table = table_named(table_name)
         if table.detect and table.prefix + table.detect in shapes:
-            return table.model_copy(update={"ignored": table.ignored + asked.ignored})
+            return table.model_copy(update={"ignored": table.ignored + named.ignored})
     first_names = ", ".join(sorted(shapes)[:3])
     todo = f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules"
     expected = "Hugging Face's names or those of a known table"

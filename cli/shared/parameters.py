@@ -96,13 +96,13 @@ def declared(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _declared(parameter: inspect.Parameter, hint: Any) -> inspect.Parameter:
-    kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    texts = [part for part in about if isinstance(part, str)]
-    if not texts or any(isinstance(part, ParameterInfo) for part in about):
+    kind, *annotations = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    texts = [part for part in annotations if isinstance(part, str)]
+    if not texts or any(isinstance(part, ParameterInfo) for part in annotations):
         return parameter.replace(annotation=hint)
-    name = next((part for part in about if isinstance(part, As)), As())
-    least, most = next((part for part in about if isinstance(part, Range)), (None, None))
-    completion = next((part for part in about if inspect.isfunction(part)), None)
+    name = next((part for part in annotations if isinstance(part, As)), As())
+    least, most = next((part for part in annotations if isinstance(part, Range)), (None, None))
+    completion = next((part for part in annotations if inspect.isfunction(part)), None)
     default = ... if parameter.default is parameter.empty else parameter.default
     is_option = parameter.kind is parameter.KEYWORD_ONLY
     facts: Any = {"help": texts[0], "min": least, "max": most, "autocompletion": completion}

@@ -186,6 +186,6 @@ def _gradients(links: Sequence[Link], hf_gradients: Mapping[str, Tensor]) -> dic
     for link in links:
         assert link.hf in hf_gradients, f"{link.hf} has no gradient"
         piece = hf_gradients[link.hf][link.hf_box.slices]
-        mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
-        mine[link.ours_box.slices] = piece.T if link.transpose else piece
+        gradient = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
+        gradient[link.ours_box.slices] = piece.T if link.transpose else piece
     return whole

@@ -188,8 +188,8 @@ class ChatTemplate:
         conversation without messages. It ends with what they write behind any message to ask for an answer.
         """
         bare = self._text(conversation.messages[:1], conversation, where)
-        asked = self._prompt(conversation, 1, where)
-        header = asked[_shared(bare, asked) :]
+        with_prompt = self._prompt(conversation, 1, where)
+        header = with_prompt[_shared(bare, with_prompt) :]
         if not header.strip() or header not in answered:
             return ""
         return answered[: answered.index(header) + len(header)]

@@ -74,7 +74,7 @@ def encode_all(
     """
     if workers == 1:
         encode = _encoder(job, loaded)
-        yield from ((done, encode(block)) for done, block in blocks)
+        yield from ((bytes_read, encode(block)) for bytes_read, block in blocks)
         return
     # Forked from a server that has done the imports and nothing else, and not from this process, which has
     # threads (a progress display, the tokenizer's own). An executor, not a Pool: it raises when a worker is
@@ -84,14 +84,14 @@ def encode_all(
     executor = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
     pending: deque[tuple[int, Future[Encoded]]] = deque()
     try:
-        for done, block in blocks:
-            pending.append((done, executor.submit(_encode_in_worker, block, job)))
+        for bytes_read, block in blocks:
+            pending.append((bytes_read, executor.submit(_encode_in_worker, block, job)))
             if len(pending) > 3 * workers:
                 before, future = pending.popleft()
                 yield before, future.result()
         while pending:
-            done, future = pending.popleft()
-            yield done, future.result()
+            bytes_read, future = pending.popleft()
+            yield bytes_read, future.result()
     except (BrokenProcessPool, EOFError, ConnectionError) as error:  # starting, it shows as an end of file
         why = "a tokenizing process died, for want of memory perhaps: use fewer --workers"
         raise PeerFailed(why) from error
@@ -226,10 +226,10 @@ def tokenize(
     with writer:
         # Portions that an earlier call finished are read but not encoded, which takes little time.
         blocks = islice(_blocks(inputs, job, split_paragraphs), writer.portions, None)
-        for done, encoded in encode_all(blocks, job, loaded, workers):
+        for bytes_read, encoded in encode_all(blocks, job, loaded, workers):
             writer.add_documents(encoded.ids, encoded.lengths, encoded.targets)
             writer.finished(encoded.left_out, encoded.unended)
-            on_progress(done, writer.tokens)
+            on_progress(bytes_read, writer.tokens)
         if not writer.tokens and not writer.left_out:
             where = ", ".join(str(path) for path in inputs[:3]) + (", …" if len(inputs) > 3 else "")
             raise BadInput(where, "text", expected="at least one document", found="none")

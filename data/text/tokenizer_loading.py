@@ -215,8 +215,8 @@ class FolderTokenizer:
                     # Not the mask that goes with the ids: transformers 5.17, for one, loses the marks behind
                     # a character that makes no token, such as a blank before an answer, or marks all behind.
                     options = {**self.backend.special_tokens_map, **marks, **options}
-                    written: Any = render_jinja_template([messages], **options)
-                    (text,), (spans,) = written
+                    rendered: Any = render_jinja_template([messages], **options)
+                    (text,), (spans,) = rendered
                 else:
                     text = self.backend.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template raises what it likes

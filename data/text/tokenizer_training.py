@@ -62,11 +62,11 @@ def train_tokenizer(
 def _train(texts: Iterable[str], vocab_size: int) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
-    written, wrong = io.BytesIO(), list[BaseException]()
+    model, wrong = io.BytesIO(), list[BaseException]()
     try:
         SentencePieceTrainer.Train(
             sentence_iterator=_counted(texts, wrong),
-            model_writer=written,
+            model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
             add_dummy_prefix=False,
@@ -85,7 +85,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> bytes:
         reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
         key = f"training a vocabulary of {vocab_size}"
         raise BadInput("tokenizer", key, found=reason, todo="Give more text or another vocab_size") from error
-    return written.getvalue()
+    return model.getvalue()
 
 
 def _counted(texts: Iterable[str], wrong: list[BaseException]) -> Iterator[str]:

@@ -123,8 +123,8 @@ def attend_backward(
         if dropped is not None:
             kept_weights, dweights = weights * dropped, dweights * dropped
         dv += _fold(kept_weights, k).transpose(-1, -2) @ _fold(dout, k)
-        rest = (dout * out[:, :, rows].to(inner)).sum(-1, keepdim=True)
-        dscores = weights * (dweights - rest) * options.scale
+        row_sums = (dout * out[:, :, rows].to(inner)).sum(-1, keepdim=True)
+        dscores = weights * (dweights - row_sums) * options.scale
         dscores = _fold(dscores if slope is None else dscores * slope, k)
         dk += dscores.transpose(-1, -2) @ _fold(q, k)
         dq[:, :, rows] = (dscores @ k).view_as(q)

@@ -44,10 +44,10 @@ def block_mask(first_BS: Tensor) -> BlockMask:
         all_seen[:, -1] = False
     parts = any_seen & ~all_seen
 
-    alike = first_BS.shape[0] == 1
+    same_rows = first_BS.shape[0] == 1
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (k >= first_BS[torch.zeros_like(b) if alike else b, q])
+        return (k <= q) & (k >= first_BS[torch.zeros_like(b) if same_rows else b, q])
 
     return BlockMask.from_kv_blocks(
         *_listed(parts), *_listed(all_seen), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)

@@ -61,20 +61,20 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.key_parts = qk_nope_head_dim, qk_rope_head_dim
         self.value_parts = qk_nope_head_dim, v_head_dim
         self.latent_parts, self.direct = (kv_lora_rank, qk_rope_head_dim), q_lora_rank is None
-        alike: dict[str, Any] = {"initial": initial, "state": state}
+        common: dict[str, Any] = {"initial": initial, "state": state}
         if q_lora_rank is None:
-            self.q = ColumnParallelLinear(hidden_size, heads * key_dim, False, unit=key_dim, **alike)
+            self.q = ColumnParallelLinear(hidden_size, heads * key_dim, False, unit=key_dim, **common)
         else:
-            self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, **alike)
+            self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, **common)
             self.q_norm = RMSNorm(q_lora_rank, state=state)
-            self.q_up = ColumnParallelLinear(q_lora_rank, heads * key_dim, False, unit=key_dim, **alike)
-        self.kv_down = ReplicatedLinear(hidden_size, sum(self.latent_parts), bias, **alike)
+            self.q_up = ColumnParallelLinear(q_lora_rank, heads * key_dim, False, unit=key_dim, **common)
+        self.kv_down = ReplicatedLinear(hidden_size, sum(self.latent_parts), bias, **common)
         self.kv_norm = RMSNorm(kv_lora_rank, state=state)
         head_width = sum(self.value_parts)
-        self.kv_up = ColumnParallelLinear(kv_lora_rank, heads * head_width, False, unit=head_width, **alike)
+        self.kv_up = ColumnParallelLinear(kv_lora_rank, heads * head_width, False, unit=head_width, **common)
         for up in (self.kv_up,) if self.direct else (self.q_up, self.kv_up):
             up.recomputed = True  # many times wider than the latents from which it follows
-        self.out = RowParallelLinear(heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **alike)
+        self.out = RowParallelLinear(heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **common)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""

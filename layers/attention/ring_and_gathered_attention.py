@@ -46,9 +46,9 @@ def context_attention(
         out = torch.zeros_like(q[..., : v.shape[-1]], dtype=inner)
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
-            for mine, key_rows, options in blocks(source):
-                part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
-                _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
+            for rows, key_rows, options in blocks(source):
+                part, log_sums = attend(q[:, :, rows], keys[:, :, key_rows], values[:, :, key_rows], options)
+                _merge(out[:, :, rows], sums[:, :, rows], part, log_sums)
         return out, sums
 
     def backward(
@@ -60,8 +60,8 @@ def context_attention(
             for source, keys, values in _arriving(k, v, scope.state):
                 dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
                 dks, dvs = _both(dkv, k, v)
-                for mine, key_rows, options in blocks(source):
-                    at, there = (slice(None), slice(None), mine), (slice(None), slice(None), key_rows)
+                for rows, key_rows, options in blocks(source):
+                    at, there = (slice(None), slice(None), rows), (slice(None), slice(None), key_rows)
                     part, dk, dv = attend_backward(
                         grad[at], q[at], keys[there], values[there], out[at], sums[at], options
                     )

@@ -53,10 +53,10 @@ class Balancing:
     def __init__(self, model: nn.Module, *, rate: float = 0.0, state: ParallelState | None = None) -> None:
         self.state, self.rate = alone_or(state), rate
         self._here = dict(routers(model))
-        mine = {name: router.num_experts for name, router in self._here.items()}
-        everywhere: list[dict[str, int]] = [mine] * self.state.layout.world
+        counts = {name: router.num_experts for name, router in self._here.items()}
+        everywhere: list[dict[str, int]] = [counts] * self.state.layout.world
         if self.state.layout.world > 1:
-            dist.all_gather_object(everywhere, mine)
+            dist.all_gather_object(everywhere, counts)
         sizes = {name: size for rank_sizes in everywhere for name, size in rank_sizes.items()}
         self._experts = {name: sizes[name] for name in sorted(sizes)}
 

@@ -67,18 +67,18 @@ class GatedDeltaNet(DeclaredModule):
         self.key_dim, self.value_dim = key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}
-        alike: dict[str, Any] = {"initial": initial, "state": state}
-        entered, heads = alike | {"bias": False, "entered": True}, Cut(0, unit=value_heads // key_heads)
+        common: dict[str, Any] = {"initial": initial, "state": state}
+        entered, heads = common | {"bias": False, "entered": True}, Cut(0, unit=value_heads // key_heads)
         self.qkvz = ColumnParallelLinear(
             hidden_size, widths | {"z": widths["v"]}, unit=units | {"z": units["v"]}, **entered
         )
         ba = {"b": value_heads, "a": value_heads}
         self.ba = ColumnParallelLinear(hidden_size, ba, unit=heads.unit, **entered)
-        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, **alike)
+        self.conv = CausalConvolution(widths, kernel_size, act=act, unit=units, **common)
         for name, start in (("A_log", LogUniform(0.01, 16.0)), ("dt_bias", Constant(1.0))):
             self.declare(name, (value_heads,), heads, initial=start)
         self.norm = RMSNorm(value_dim, eps, heads=True, state=state)
-        self.out = RowParallelLinear(widths["v"], hidden_size, bias=False, unit=units["v"], **alike)
+        self.out = RowParallelLinear(widths["v"], hidden_size, bias=False, unit=units["v"], **common)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the delta net of ``x``, of the same shape."""
@@ -124,8 +124,8 @@ def gated_delta_rule(
     decays = Decay(decay, runs.places)
 
     system = (k @ k.mT) * decays.between * beta.unsqueeze(-1)  # only below the diagonal
-    asked = torch.cat((v, k * decays.before.unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, asked, upper=False, unitriangular=True)
+    right_side = torch.cat((v, k * decays.before.unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     # What a chunk writes is ``new`` less what it takes back of the state before it.
     new, taken = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     ends = (k * decays.after.unsqueeze(-1)).mT

@@ -65,18 +65,18 @@ class Mamba2(DeclaredModule):
         self.groups = HeadGroups(heads, groups, self.state)
         mixed = {"x": heads * head_dim, "B": groups * state_dim, "C": groups * state_dim}
         units = {"x": head_dim, "B": state_dim, "C": state_dim}
-        alike: dict[str, Any] = {"initial": initial, "state": state}
+        common: dict[str, Any] = {"initial": initial, "state": state}
         widths, inner = {"z": mixed["x"], **mixed, "dt": heads}, {"z": head_dim, **units, "dt": 1}
         shared = ("B", "C")
-        self.inner = ColumnParallelLinear(hidden_size, widths, bias, unit=inner, shared=shared, **alike)
+        self.inner = ColumnParallelLinear(hidden_size, widths, bias, unit=inner, shared=shared, **common)
         self.conv = CausalConvolution(
-            mixed, kernel_size, act=act, bias=conv_bias, unit=units, shared=shared, **alike
+            mixed, kernel_size, act=act, bias=conv_bias, unit=units, shared=shared, **common
         )
         ones = Constant(1.0)
         for name, start in (("A_log", LogUniform(1.0, 16.0)), ("dt_bias", ones), ("D", ones)):
             self.declare(name, (heads,), Cut(0), initial=start)
         self.norm = HeadsRMSNorm(heads, head_dim, eps, groups=groups, state=state)
-        self.out = RowParallelLinear(mixed["x"], hidden_size, bias, unit=head_dim, **alike)
+        self.out = RowParallelLinear(mixed["x"], hidden_size, bias, unit=head_dim, **common)
 
     @property
     def one_graph(self) -> bool:

@@ -151,6 +151,6 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             outputs = ctx.function(*inputs)
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, wanted, grads[0]))
+        with_gradient = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        gradients = iter(torch.autograd.grad(outputs, with_gradient, grads[0]))
         return None, *(next(gradients) if need else None for need in needed)

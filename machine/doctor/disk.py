@@ -43,13 +43,13 @@ def check_files(folders: list[Path]) -> Iterator[Finding]:
     places |= {str(folder): folder for folder in folders}
     names: dict[str, str] = {}
     for name, place in places.items():
-        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
-        key = os.path.realpath(there)
+        existing = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
+        key = os.path.realpath(existing)
         if key in names:
-            yield Finding(GROUP, name, "ok", f"{there}: the same folder as {names[key]}")
+            yield Finding(GROUP, name, "ok", f"{existing}: the same folder as {names[key]}")
             continue
         names[key] = name
-        yield _place(name, there)
+        yield _place(name, existing)
 
 
 def _place(name: str, place: Path) -> Finding:
@@ -95,7 +95,7 @@ def measure_folder(folder: Path) -> Folder:
             for _ in range(_WRITTEN // _PIECE):
                 file.write(piece)
             os.fsync(file.fileno())
-            written = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             # Read from the disk and not from memory.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -105,4 +105,4 @@ def measure_folder(folder: Path) -> Folder:
             read = time.perf_counter() - began
     except OSError as error:
         return Folder(error=error.strerror or str(error))
-    return Folder(free, _WRITTEN / written, _WRITTEN / read)
+    return Folder(free, _WRITTEN / seconds, _WRITTEN / read)

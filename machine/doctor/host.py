@@ -82,11 +82,11 @@ def _compile(compiler: list[str]) -> str:
         program.write_text(_PROGRAM, encoding="utf-8")
         command = [*compiler, *_FLAGS, str(program), "-o", f"{folder}/a.so"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler[0]}: {error}"
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return f"{compiler[0]} fails: {last}" if done.returncode else ""
+    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"{compiler[0]} fails: {last}" if process.returncode else ""
 
 
 def check_limits() -> Iterator[Finding]:

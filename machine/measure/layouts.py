@@ -67,8 +67,8 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
 
     generator = torch.Generator().manual_seed(_SEED)
     whole = Batch(*random_rows(_SAMPLES, _LENGTH, config.vocab_size, generator))
-    mine = whole.split(_SAMPLES // state.layout.data)[state.data_index]
-    return observe(build, [mine.to(state.device)], state)
+    batch = whole.split(_SAMPLES // state.layout.data)[state.data_index]
+    return observe(build, [batch.to(state.device)], state)
 
 
 def _worst(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:

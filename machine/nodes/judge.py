@@ -99,10 +99,10 @@ def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> 
     guilty = [node for node, count in enumerate(counts) if count == many and len(names) > 2]
     usual_rate = _rate(median_high(best))
     for node in guilty:
-        mine = _of(bad, node)
-        broken = [link.error for link in mine if link.error]
-        cause = broken[0] if broken else _rate(median_low([link.rate for link in mine]))
-        reason = f"{len(mine)} of {len(names) - 1} links are broken or slow: {cause}; {usual_rate} elsewhere"
+        own = _of(bad, node)
+        broken = [link.error for link in own if link.error]
+        cause = broken[0] if broken else _rate(median_low([link.rate for link in own]))
+        reason = f"{len(own)} of {len(names) - 1} links are broken or slow: {cause}; {usual_rate} elsewhere"
         yield Finding("links", names[node], "fault", reason, _REPLACE), names[node]
     usual = median_low([link.latency for link in links if not link.error] or [0.0])
     for link in links:

@@ -295,5 +295,5 @@ class ModelConfig(BaseModel):
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
         values = self.model_dump(mode="json").items()
-        written = {self.spelled(key): value for key, value in values if key not in self.HARMLESS}
-        return written | ({"pad_token_id": None} if self.UNPADDED else {})
+        config = {self.spelled(key): value for key, value in values if key not in self.HARMLESS}
+        return config | ({"pad_token_id": None} if self.UNPADDED else {})

@@ -179,8 +179,8 @@ def links_of(
         if not (mine[1:] or others[1:] or rule.groups or rule.interleaved or rule.parts > 1):
             ((own, own_index),), ((name, index),) = mine, others
             box = Box.whole(ours[own][len(own_index) :])
-            wanted = box.stop[::-1] if rule.transpose else box.stop
-            if stored is None or stored[name][len(index) :] == wanted:
+            stored_shape = box.stop[::-1] if rule.transpose else box.stop
+            if stored is None or stored[name][len(index) :] == stored_shape:
                 piece = _source(rule, box, name, index)  # the whole of one is the whole of the other
                 yield Link(own, _stacked(piece, own_index) if own_index else piece, rule.copy)
                 continue
@@ -259,10 +259,10 @@ def _stacked(piece: Piece[str], index: Shape) -> Piece[str]:
 
 def _fit(rule: Rule, ours: Sequence[Shape], stored: Sequence[Shape], groups: int) -> bool:
     """Tell whether the tensors of both sides differ in ``dim`` alone, and have as many rows in all."""
-    rest = {shape[: rule.dim] + shape[rule.dim + 1 :] for shape in (*ours, *stored)}
+    other_sizes = {shape[: rule.dim] + shape[rule.dim + 1 :] for shape in (*ours, *stored)}
     uneven = any(shape and shape[rule.dim] % (groups * rule.parts) for shape in ours)
     mine, others = (sum(_rows(shape, rule.dim) for shape in side) for side in (ours, stored))
-    return len(rest) == 1 and not uneven and (mine == others or (mine < others and rule.padded))
+    return len(other_sizes) == 1 and not uneven and (mine == others or (mine < others and rule.padded))
 
 
 def _rows(shape: Shape, dim: int) -> int:

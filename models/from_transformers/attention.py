@@ -134,9 +134,9 @@ def _why_not_causal(mask: Callable[..., Any], window: int | None) -> str:
     with torch.device("cpu"):
         places = torch.tensor(sorted(around | {*range(16)}))
         query, key = places[:, None], places[None, :]
-        shown = (key <= query) & (query - key < (window or math.inf))
+        visible = (key <= query) & (query - key < (window or math.inf))
         try:  # over all pairs of places at once, as transformers makes masks
-            differs = (mask(places.new_zeros(()), places.new_zeros(()), query, key) != shown).nonzero()
+            differs = (mask(places.new_zeros(()), places.new_zeros(()), query, key) != visible).nonzero()
         except Exception as error:  # a mask of values that only a forward has
             return f"its mask depends on more than places ({type(error).__name__})"
     if not len(differs):

@@ -81,7 +81,7 @@ class AdoptedConfig(ModelConfig):
             config = _read(raw)
             as_dict = config._encode_special_floats(config.to_dict())  # as its files have infinity
             fields = {key: entry for key, entry in as_dict.items() if key not in _FREE}
-            written = json.dumps(fields | {"model_type": kind}, sort_keys=True)
+            raw_text = json.dumps(fields | {"model_type": kind}, sort_keys=True)
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
         if config.model_type in FROM_PADDING and config.pad_token_id is None:
@@ -106,7 +106,7 @@ class AdoptedConfig(ModelConfig):
         places = (count("max_position_embeddings") or LARGEST_NUMBER) - first_place(config)
         try:
             return cls(
-                raw=written, tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+                raw=raw_text, tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
                 vocab_size=count("vocab_size"), hidden_size=count("hidden_size"),
                 num_hidden_layers=count(*_BLOCKS), max_position_embeddings=places,
             )  # fmt: skip

@@ -76,10 +76,10 @@ class Cutter:
     """
 
     def __init__(
-        self, model: Any, cfg: AdoptedConfig, shown: Probed, stage: Stage, state: ParallelState | None
+        self, model: Any, cfg: AdoptedConfig, probe: Probed, stage: Stage, state: ParallelState | None
     ) -> None:
         kind, rank_state = cfg.model_type, alone_or(state)
-        self.model, self.plan, self.in_part = model, plan_of(model), shown.in_part
+        self.model, self.plan, self.in_part = model, plan_of(model), probe.in_part
         of_text = model.config.get_text_config(decoder=True).to_dict()
         shares = [share for key, share in of_text.items() if "drop" in key]
         self.drops = rank_state.tensor.size > 1 and any(isinstance(x, float | int) and x > 0 for x in shares)
@@ -93,7 +93,7 @@ class Cutter:
             raise BadInput(kind, expected="a model with an embedding and an output layer", found="another")
         _check_shared(model, kind, embedding, head)
         tied = embedding if head.weight is embedding.weight else None
-        leave_out(model, shown, stage, but=tied if stage.last else None)
+        leave_out(model, probe, stage, but=tied if stage.last else None)
         outside = without_sequence(rank_state)
         of_ends = None if state is None else outside
         modules = {module: path for path, module in model.named_modules() if not isinstance(module, StandIn)}
@@ -102,7 +102,7 @@ class Cutter:
             cut_embedding(embedding, kind, ends=ends, state=of_ends)
         if head in modules:
             model.set_submodule(modules.pop(head), head_of(head, kind, tied_to=tied, state=of_ends))
-        blocks = [model.get_submodule(shown.blocks)[i] for i in stage.blocks] if shown.blocks else []
+        blocks = [model.get_submodule(probe.blocks)[i] for i in stage.blocks] if probe.blocks else []
         inside = {module for block in blocks for region in _regions(block) for module in region.modules()}
         between = {module for block in blocks for module in block.modules()} - inside
         for module, path in modules.items():
@@ -115,7 +115,7 @@ class Cutter:
             surround(blocks[0], keep if stage.first else None)
             surround(blocks[-1], None, gather if stage.last else None)
         for name, parameter in model.named_parameters():
-            if self.fused.get(name, (name,))[0] in shown.idle:  # stays as files have it
+            if self.fused.get(name, (name,))[0] in probe.idle:  # stays as files have it
                 parameter.requires_grad_(False)
 
     def _why_uncut(self) -> Iterator[str]:

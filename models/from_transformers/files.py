@@ -119,8 +119,8 @@ def file_links(family: Family, config: AdoptedConfig) -> tuple[list[Link], dict[
         tracer.links_of.setdefault(traced[link.hf], []).append(link)
     expected = "conversion rules that rename, split, stack and transpose"
     with in_one_line(kind, "files", expected=expected), tracer:
-        written = revert_weight_conversion(model, traced)
-    for name, tensor in written.items():
+        in_files = revert_weight_conversion(model, traced)
+    for name, tensor in in_files.items():
         if not (of_tensor := tracer.links(tensor, name)):
             expected = "a tensor of files made by renaming, splitting, stacking and transposing"
             raise BadInput(kind, name, expected=expected, found="one that transformers makes otherwise")

@@ -62,31 +62,31 @@ class StandIn(nn.Module):
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
-def leave_out(model: Any, shown: Probed, stage: Stage, *, but: nn.Module | None) -> None:
+def leave_out(model: Any, probe: Probed, stage: Stage, *, but: nn.Module | None) -> None:
     """Put stand-ins in the places of all that other ranks compute, ``but`` the embedding that is the output
     layer as well.
     """
-    for number, block in enumerate(model.get_submodule(shown.blocks) if shown.blocks else ()):
+    for number, block in enumerate(model.get_submodule(probe.blocks) if probe.blocks else ()):
         if number not in stage.blocks:
-            model.set_submodule(f"{shown.blocks}.{number}", StandIn(block, outputs=shown.outputs))
+            model.set_submodule(f"{probe.blocks}.{number}", StandIn(block, outputs=probe.outputs))
     elsewhere: list[str] = []
-    for path, module in around_blocks(model, shown).items():
-        used_here = (stage.last if path in shown.exit else stage.first) or module is but
+    for path, module in around_blocks(model, probe).items():
+        used_here = (stage.last if path in probe.exit else stage.first) or module is but
         if used_here or path.startswith(tuple(elsewhere)):
             continue
-        if shown.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
+        if probe.blocks.startswith(f"{path}."):  # what is around the blocks has idle ones alone
             module._parameters.update(dict.fromkeys(module._parameters))
             continue
         model.set_submodule(path, StandIn(module))
         elsewhere.append(f"{path}.")
 
 
-def around_blocks(model: Any, shown: Probed) -> dict[str, nn.Module]:
+def around_blocks(model: Any, probe: Probed) -> dict[str, nn.Module]:
     """Return by path the modules with parameters of their own that are in no block."""
     return {
         path: module
         for path, module in model.named_modules()
-        if path and not path.startswith(f"{shown.blocks}.") and [*module.parameters(recurse=False)]
+        if path and not path.startswith(f"{probe.blocks}.") and [*module.parameters(recurse=False)]
     }
 
 

@@ -155,8 +155,8 @@ class Adopted(CausalLM):
     @property
     def head_name(self) -> str:
         """Return the name of the output layer's weight, on the last stage."""
-        wanted = self.hf.get_output_embeddings().weight
-        return next(name for name, parameter in self.named_parameters() if parameter is wanted)
+        weight = self.hf.get_output_embeddings().weight
+        return next(name for name, parameter in self.named_parameters() if parameter is weight)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
         """Return the modules that one stage of this rank computes with."""
@@ -177,11 +177,11 @@ class TransformersFamily(Family):
         """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
         assert isinstance(config, AdoptedConfig)
         config.check_layout(layout)
-        shown, unproved = probed(config), {} if self.trusted else refusals(self.model_type)
-        reasons = {"pipeline": shown.no_pipeline, "context": shown.no_context, "expert": AXES["expert"]}
-        reasons["sequence"] = shown.no_context or shown.no_pipeline
-        if shown.unseen and not self.trusted and not unproved.get("pipeline", "").startswith(UNSEEN):
-            reasons["tensor"] = shown.unseen  # where proofs have seen which gradients are a rank's part
+        probe, unproved = probed(config), {} if self.trusted else refusals(self.model_type)
+        reasons = {"pipeline": probe.no_pipeline, "context": probe.no_context, "expert": AXES["expert"]}
+        reasons["sequence"] = probe.no_context or probe.no_pipeline
+        if probe.unseen and not self.trusted and not unproved.get("pipeline", "").startswith(UNSEEN):
+            reasons["tensor"] = probe.unseen  # where proofs have seen which gradients are a rank's part
         for axis in AXES:
             size, alone = getattr(layout, axis), getattr(Layout(), axis)
             why = reasons.get(axis) or unproved.get(axis)
@@ -196,10 +196,10 @@ class TransformersFamily(Family):
         """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own, and
         for a transformers that is older than the one that they have proved types with.
         """
-        kind, wanted, installed = self.model_type, proved()["transformers"], version("transformers")
-        have, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, wanted))
+        kind, needed, installed = self.model_type, proved()["transformers"], version("transformers")
+        have, least = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (installed, needed))
         if have < least:
-            expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
+            expected, todo = f"at least {needed} for {kind}", "pip install -U transformers"
             raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
         if not self.trusted and (why := refusals(kind).get("")):
             expected = "a type whose model can be trained as it is in transformers"

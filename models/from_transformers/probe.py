@@ -257,8 +257,8 @@ def path_of_blocks(model: Any, count: int) -> str:
     """Return the path of the first list of as many modules with parameters as the config states blocks, in
     what transformers calls the decoder, or anywhere.
     """
-    inside = {*model.get_decoder().modules()}
-    for path, module in sorted(model.named_modules(), key=lambda named: named[1] not in inside):
+    of_decoder = {*model.get_decoder().modules()}
+    for path, module in sorted(model.named_modules(), key=lambda named: named[1] not in of_decoder):
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
             return str(path)

@@ -79,14 +79,14 @@ class LoraConfig(BaseModel):
         """Read the dict of an adapter_config.json. Raises ``BadInput`` for a key that is set and not
         supported.
         """
-        for key, value, wanted in (
+        for key, value, choices in (
             ("peft_type", raw.get("peft_type"), ("LORA",)),
             ("task_type", raw.get("task_type"), ("CAUSAL_LM", None)),
             ("bias", raw.get("bias", "none"), ("none",)),
             ("init_lora_weights", raw.get("init_lora_weights"), _PLAIN_STARTS),
         ):
-            if value not in wanted:
-                expected = " or ".join(map(literal, wanted))
+            if value not in choices:
+                expected = " or ".join(map(literal, choices))
                 todo = "Nothing else is supported"
                 raise BadInput(where, key, expected=expected, found=literal(value), todo=todo)
         read = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
@@ -118,8 +118,8 @@ class LoraConfig(BaseModel):
         ``check_target_module_exists``.
         """
         excluded = self.exclude_modules and _matches(self.exclude_modules, module)
-        wanted = not excluded and (self.all_linear or _matches(self.target_modules, module))
-        return wanted and self._is_in_a_wanted_block(module)
+        is_target = not excluded and (self.all_linear or _matches(self.target_modules, module))
+        return is_target and self._is_in_a_wanted_block(module)
 
     def targets_stack(self, parameter: str) -> bool:
         """Tell whether this stack of experts gets an adapter, as PEFT's ``_inject_parameters``."""
@@ -156,14 +156,14 @@ class LoraConfig(BaseModel):
                 checked(pattern, where, key)
 
     def _is_in_a_wanted_block(self, module: str) -> bool:
-        wanted, patterns = self.layers_to_transform, self.layers_pattern or ()
-        if wanted is None or wanted == ():
+        numbers, patterns = self.layers_to_transform, self.layers_pattern or ()
+        if numbers is None or numbers == ():
             return True
         patterns = (patterns,) if isinstance(patterns, str) else patterns
         before = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
         matches = (compiled(rf"{start}\.(?P<idx>\d+)\.").find("match", module) for start in before)
         first = next(filter(None, matches), None)
-        blocks = (wanted,) if isinstance(wanted, int) else wanted
+        blocks = (numbers,) if isinstance(numbers, int) else numbers
         return first is not None and int(first["idx"]) in blocks
 
 
@@ -175,10 +175,10 @@ def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:
             raise BadInput(where, key, expected=expected, found=literal(fields[key]), todo=todo)
 
 
-def _matches(wanted: Names, module: str) -> bool:
-    if isinstance(wanted, str):
-        return compiled(wanted).find("fullmatch", module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in wanted)
+def _matches(names: Names, module: str) -> bool:
+    if isinstance(names, str):
+        return compiled(names).find("fullmatch", module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _by_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:

@@ -99,8 +99,8 @@ def has_compiled_losses(device: Device) -> bool:
 @contextmanager
 def fork_random(device: torch.device) -> Iterator[None]:
     """Put the global generators of the host and of ``device`` back where they were when the block ends."""
-    mine = [device] if module_of(device) is not None else []
-    with torch.random.fork_rng(devices=mine, device_type=device.type if mine else "cpu"):
+    devices = [device] if module_of(device) is not None else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu"):
         yield
 
 

@@ -79,8 +79,8 @@ def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     size, rank = group.size(), group.rank()
     received = [x.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
-    there = [x.numel() if peer == (rank - 1) % size else 0 for peer in range(size)]
-    coming = _ops.all_to_all_single(x.contiguous().view(-1), there, received, group.group_name)
+    sent = [x.numel() if peer == (rank - 1) % size else 0 for peer in range(size)]
+    coming = _ops.all_to_all_single(x.contiguous().view(-1), sent, received, group.group_name)
     return cast(Tensor, coming)
 
 

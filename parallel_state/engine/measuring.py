@@ -86,10 +86,10 @@ def dump_on_timeout(prefix: str) -> Iterator[None]:
     ``prefix`` and the rank's number. It begins before the process group is made. What is set stays.
     """
     variables = {_DUMP_PLACE: prefix, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    ours = variables.keys() - os.environ.keys()
-    os.environ.update({name: variables[name] for name in ours})
+    unset = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in unset})
     try:
         yield
     finally:
-        for name in ours:
+        for name in unset:
             os.environ.pop(name, None)

@@ -120,7 +120,7 @@ class Cut:
         """Return the stores of each ZeRO stage: the one with the fewest replicas, which needs least memory,
         first.
         """
-        return tuple(tuple(alike) for _, alike in groupby(self.stores, key=attrgetter("zero")))
+        return tuple(tuple(same_zero) for _, same_zero in groupby(self.stores, key=attrgetter("zero")))
 
 
 @lru_cache(maxsize=1024)

@@ -190,7 +190,7 @@ class Evaluator:
             timer=self._stage_timer(layout.block_cut, layout.world, compiled),
             parameters=lambda rank: self._parameters(layout, rank),
             costs=lambda rank: self._costs(plain, choice.micro_batch, work.loss_chunk, rank),
-            alike=lambda: self._alike(plain),
+            find_alike=lambda: self._alike(plain),
         )
 
     @remembered

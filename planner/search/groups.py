@@ -145,17 +145,17 @@ def opened_groups(request: Request, cuts: Sequence[Cut], processes: int) -> Iter
     Cuts of which one is shown, and those whose blocks are cut alike and traced once, are of one process. So
     what opening a group shows depends on no other process.
     """
-    alike: dict[object, list[Cut]] = {}
+    by_axes: dict[object, list[Cut]] = {}
     for cut in cuts:
         axes = cut.layout
-        alike.setdefault((axes.tensor, axes.context, axes.expert), []).append(cut)
-    number = min(processes, len(cuts) // _CUTS_OF_PROCESS, len(alike))
+        by_axes.setdefault((axes.tensor, axes.context, axes.expert), []).append(cut)
+    number = min(processes, len(cuts) // _CUTS_OF_PROCESS, len(by_axes))
     if number < 2 or sys.platform != "linux":  # elsewhere a library may not survive a fork
         yield [Groups(request).opened(cuts)]
         return
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(number)]
-    shares = [[*chain(*[*alike.values()][first::number])] for first in range(number)]
+    shares = [[*chain(*[*by_axes.values()][first::number])] for first in range(number)]
     children = [
         context.Process(target=_send, args=(request, share, sender, pipes), daemon=True)
         for share, (_, sender) in zip(shares, pipes, strict=True)

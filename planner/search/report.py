@@ -65,11 +65,11 @@ def searched(search: Found) -> str:
 def _tied(search: Found) -> list[tuple[str, str]]:
     """Return a fact if the first layout of the table is not told apart from some below it."""
     fastest = min(search.best, key=lambda answer: answer.time.seconds)
-    alike = sum(ties(answer, fastest) for answer in search.best)
-    if alike == 1:
+    count = sum(ties(answer, fastest) for answer in search.best)
+    if count == 1:
         return []
     why = "which is less than the planner's error: of these the simplest one comes first"
-    return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {why}")]
+    return [("tied", f"1 to {count} differ by less than {TIED:.0%}, {why}")]
 
 
 def facts(search: Found) -> list[tuple[str, str]]:
@@ -116,9 +116,9 @@ def _range(time: StepTime) -> str:
 
 def parts(answer: Answer) -> str:
     """Return where a step's time goes, in one line."""
-    shown = sorted(answer.time.parts.items(), key=lambda part: -part[1])
+    largest_first = sorted(answer.time.parts.items(), key=lambda part: -part[1])
     least = _LEAST_PART * answer.time.seconds
-    return ", ".join(f"{name} {seconds_of(seconds)}" for name, seconds in shown if seconds >= least)
+    return ", ".join(f"{name} {seconds_of(seconds)}" for name, seconds in largest_first if seconds >= least)
 
 
 def spent(search: Found) -> Spending:

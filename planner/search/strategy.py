@@ -41,8 +41,8 @@ def reasons(search: Found) -> list[str]:
     """Return two sentences about the fastest layout: which strategy it is, and why."""
     request, best = search.request, search.best[0]
     layout = best.choice.layout
-    of = request.parameters
-    states = _STATES * of.trained + 2 * (of.whole - of.trained)
+    parameters = request.parameters
+    states = _STATES * parameters.trained + 2 * (parameters.whole - parameters.trained)
     room = f"a GPU may hold {request.room / 1e9:.1f} GB"
     what = f"Weights, gradients and moments take {readable(states, 'bytes')}, and {room}"
     why = ["nothing has to be cut"] if layout.world == 1 else []
@@ -74,8 +74,8 @@ def crosses(layout: Layout, span: int, gpus: int) -> bool:
     return worst_placement(span, 1, layout.world, gpus).nodes > 1
 
 
-def _where(layout: Layout, span: int, gpus: int, inside: str) -> str:
-    return "over nodes" if crosses(layout, span, gpus) else inside
+def _where(layout: Layout, span: int, gpus: int, within_node: str) -> str:
+    return "over nodes" if crosses(layout, span, gpus) else within_node
 
 
 def _sharing(request: Request, best: Answer) -> str:
@@ -83,8 +83,8 @@ def _sharing(request: Request, best: Answer) -> str:
     layout = best.choice.layout
     who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1) + " ranks"
     if layout.data_sizes()[1] == 1:
-        beside = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
-        return f"the {who} share no weights, gradients or moments, for these fit{beside}"
+        how = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
+        return f"the {who} share no weights, gradients or moments, for these fit{how}"
     shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]
     return f"the {who} share {shared}{_one_stage_less(request, best)}"
 
@@ -157,18 +157,18 @@ def warnings(request: Request, answer: Answer) -> list[str]:
             f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {counted(gpus, 'GPU')}: "
             "tokens travel over the network in every block"
         )
-    of = request.parameters
-    if of.trained == of.whole:
+    sizes = request.parameters
+    if sizes.trained == sizes.whole:
         # The loss law was fitted to dense models, in which each token uses every parameter.
-        tokens = request.tokens or TOKENS_OF_A_PARAMETER * of.active
-        critical = critical_batch(of.active, tokens)
+        tokens = request.tokens or TOKENS_OF_A_PARAMETER * sizes.active
+        critical = critical_batch(sizes.active, tokens)
         if request.step_tokens > critical:
-            which = "parameters" if of.active == of.whole else "parameters that a token uses"
+            which = "parameters" if sizes.active == sizes.whole else "parameters that a token uses"
             lines.append(
                 f"a step of {_tokens(request.step_tokens)} tokens is beyond the critical batch of about "
                 f"{_tokens(critical)} at the end of training: more tokens a step save few steps "
                 "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022 for "
-                f"{_rounded(of.active)} {which} and {_rounded(tokens)} tokens). A smaller --global-batch "
+                f"{_rounded(sizes.active)} {which} and {_rounded(tokens)} tokens). A smaller --global-batch "
                 "reaches the same loss with fewer tokens, in more steps"
             )
     host = max(plan.host for plan in answer.memory)

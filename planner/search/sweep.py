@@ -58,13 +58,13 @@ def sweep_rows(results: Sequence[Found]) -> list[tuple[str, ...]]:
 
 def sweep_warnings(results: Sequence[Found]) -> list[str]:
     """Return the warnings about the layouts of the table, each with the rows that it is about."""
-    about: dict[str, list[str]] = {}
+    rows_of_line: dict[str, list[str]] = {}
     for search in found_ones(results):
         request = search.request
         row = f"{counted(request.gpus, 'GPU')} with {request.recipe.data.sequence_length:,} tokens of a row"
         for line in warnings(request, search.best[0]):
-            about.setdefault(line, []).append(row)
-    return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]
+            rows_of_line.setdefault(line, []).append(row)
+    return [f"{'; '.join(rows)}: {line}" for line, rows in rows_of_line.items()]
 
 
 def sweep_json(results: Sequence[Found]) -> list[dict[str, Any]]:

@@ -71,8 +71,8 @@ class Links:
 
     def rate(self, axis: str, kind: str = "") -> float:
         """Return the bytes a second that a rank sends along an axis."""
-        place, inside, between = self.place(axis), self.machine.inside.rate, self.machine.between.rate
-        rate = inside if place.nodes == 1 else min(inside, place.together * between)
+        place, in_node, between = self.place(axis), self.machine.inside.rate, self.machine.between.rate
+        rate = in_node if place.nodes == 1 else min(in_node, place.together * between)
         return rate * self.machine.efficiency.link(kind)
 
     def seconds(
@@ -96,9 +96,9 @@ class Links:
         waits = reached.exchanges if kind == "exchange" else reached.collectives
         return count * waits.get(mode, 0.0) + self._alone(place, kind, size, count, self.rate(axis, kind))
 
-    def exposed(self, seconds: float, beside: float) -> float:
+    def exposed(self, seconds: float, other_work: float) -> float:
         """Return the seconds of a collective that are not hidden by ``beside``, the seconds of other work."""
-        return max(0.0, seconds - beside) if self.machine.asynchronous else seconds
+        return max(0.0, seconds - other_work) if self.machine.asynchronous else seconds
 
     def _alone(self, place: Placement, kind: str, size: float, count: int, rate: float) -> float:
         """Time collectives that follow each other."""

@@ -71,11 +71,11 @@ class Kernels:
             # A CPU's host has more to do than to start operators; a GPU has other work meanwhile.
             again, launched = self._work(parts["again"]), len(parts["again"]) * launch
             seconds["again"] = again + max(launched, len(parts["forward"]) * host)
-        there, back = (
+        forward, back = (
             self._work(operator for operator in parts[name] if _attends(operator))
             for name in ("forward", "inputs")
         )
-        return Seconds(**seconds, attention=(there, back))
+        return Seconds(**seconds, attention=(forward, back))
 
     def _all(self, operators: list[Operator], launch: float, *, fused: bool) -> float:
         work, launched = self._work(operators, fused=fused), len(operators) * launch

@@ -96,9 +96,9 @@ class StageTimer:
         self, stage: StageCost, work: Work, parameters: RankParameters, root: Group | None
     ) -> StageSeconds:
         seconds = StageSeconds()
-        for alike in stage.alike(work.checkpointing, work.checkpoint_every):
-            seconds.include(self.block(*alike[2:]), alike.blocks)
-            self._accumulate(seconds, work, parameters.group(alike.number), alike.blocks)
+        for blocks in stage.alike(work.checkpointing, work.checkpoint_every):
+            seconds.include(self.block(*blocks[2:]), blocks.blocks)
+            self._accumulate(seconds, work, parameters.group(blocks.number), blocks.blocks)
         for piece in stage.beside:
             seconds.include(self._beside(piece))
         if stage.loss is not None:
@@ -113,16 +113,16 @@ class StageTimer:
         seconds = StageSeconds()
         self._module(seconds, piece, reached=reached, mode=mode, block=True)
         if mode != "none" and reached:
-            again = self.kernels.compute(piece.under(mode), mode, compiled=True).again
-            seconds.add("recompute", inputs=again)
+            recomputation = self.kernels.compute(piece.under(mode), mode, compiled=True).again
+            seconds.add("recompute", inputs=recomputation)
             for send in piece.sends(mode, again=True):
                 if send.axis != "expert":
                     seconds.add(send.axis, inputs=self._send(send, mode))
         if size := exchanged(piece):
-            there = 2 * self.links.seconds("expert", "all_to_all", size, 1)
-            seconds.add("expert", forward=there)
+            exchange = 2 * self.links.seconds("expert", "all_to_all", size, 1)
+            seconds.add("expert", forward=exchange)
             if reached:
-                seconds.add("expert", inputs=there * (1 if mode in ("none", "selective") else 2))
+                seconds.add("expert", inputs=exchange * (1 if mode in ("none", "selective") else 2))
         return seconds
 
     def _module(
@@ -137,7 +137,7 @@ class StageTimer:
         """Add what a piece computes and sends. ``block``: whether it is a block, which may be compiled."""
         computed = self._compute(stage_seconds, piece, compiled=block)
         scores, scores_back = computed.attention
-        beside = computed.weights / 2
+        hiding = computed.weights / 2
         for send, count in Counter(piece.sends()).items():
             if send.axis == "expert" or (not reached and send.phase == "backward"):
                 continue
@@ -145,15 +145,15 @@ class StageTimer:
             if send.kind == "exchange":
                 seconds = self.links.exposed(seconds, scores if forward else scores_back)
             elif send.axis == "tensor" and not forward and send.kind != "all_gather":
-                exposed = self.links.exposed(seconds, beside)
-                beside, seconds = beside - (seconds - exposed), exposed
+                exposed = self.links.exposed(seconds, hiding)
+                hiding, seconds = hiding - (seconds - exposed), exposed
             stage_seconds.add(send.axis, **{"forward" if forward else "inputs": seconds})
 
     def _compute(self, stage_seconds: StageSeconds, piece: Piece, *, compiled: bool) -> Seconds:
         """Add the seconds in which a piece computes, and return them."""
-        of = self.kernels.compute(piece.plain, compiled=compiled)
-        stage_seconds.add("compute", forward=of.forward, inputs=of.inputs, weights=of.weights)
-        return of
+        spent = self.kernels.compute(piece.plain, compiled=compiled)
+        stage_seconds.add("compute", forward=spent.forward, inputs=spent.inputs, weights=spent.weights)
+        return spent
 
     def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
         return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)

@@ -56,15 +56,15 @@ class StepTimer:
         parameters: Callable[[int], RankParameters] | None = None,
         costs: Callable[[int], list[StageCost]] | None = None,
         timer: StageTimer | None = None,
-        alike: Callable[[], list[int]] | None = None,
+        find_alike: Callable[[], list[int]] | None = None,
     ) -> None:
         self.model, self.work, self.layout, self.machine = model, work, work.layout, machine
         self.timer = timer or StageTimer(work, machine, compiled=compiled, dtype=dtype)
         self.data_ranks = DataRanks(work, machine, self.timer.kernels)
-        of = work.of_pipeline
-        self.parameters = parameters or cache(lambda rank: model.parameters(of(rank).state, split))
-        self.costs = costs or cache(lambda rank: model.costs(of(rank), split))
-        self._find_alike = alike or partial(alike_ranks, self.layout, self.costs)
+        work_of = work.of_pipeline
+        self.parameters = parameters or cache(lambda rank: model.parameters(work_of(rank).state, split))
+        self.costs = costs or cache(lambda rank: model.costs(work_of(rank), split))
+        self._find_alike = find_alike or partial(alike_ranks, self.layout, self.costs)
 
     @cached_property
     def _alike(self) -> list[int]:
@@ -94,9 +94,9 @@ class StepTimer:
         micro-batch, from ZeRO 2 on.
         """
         seconds, around = StageSeconds(alone), self.data_ranks.around
-        for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
-            group, beside = parameters.group(alike.number), self.timer.block(*alike[2:]).computed
-            seconds.add("data", alike.blocks, **around(group, *beside, reached=alike.reached))
+        for blocks in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
+            group, computed = parameters.group(blocks.number), self.timer.block(*blocks[2:]).computed
+            seconds.add("data", blocks.blocks, **around(group, *computed, reached=blocks.reached))
         if root is not None:
             seconds.add("data", **around(root, 0.0, 0.0, root=True))
         pieces = in_one_piece(stage, parameters)
@@ -110,8 +110,8 @@ class StepTimer:
     def _stages(self) -> list[StageSeconds]:
         """Return the seconds of each stage, in the model's order."""
         stages: dict[int, StageSeconds] = {}
-        for rank, alike in enumerate(self._alike):
-            stages |= zip(self.layout.stages_of(rank), self._of_rank[alike], strict=True)
+        for rank, model_rank in enumerate(self._alike):
+            stages |= zip(self.layout.stages_of(rank), self._of_rank[model_rank], strict=True)
         return [stages[number] for number in sorted(stages)]
 
     @cached_property
@@ -195,9 +195,9 @@ class StepTimer:
         last action is a whole backward, the backward of the stages before follows.
         """
         waits = least = 0.0
-        for busy, alike in zip(self._busy, self._alike, strict=True):
+        for busy, model_rank in zip(self._busy, self._alike, strict=True):
             least = max(least, waits + busy)
-            costs = self._of_rank[alike][0].costs
+            costs = self._of_rank[model_rank][0].costs
             back = 0.0 if self.work.in_two else costs["B"] + self._sending
             waits += costs["F"] + self._sending + back
         return least, max(self._busy) / self.work.micro_batches

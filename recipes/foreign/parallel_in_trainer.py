@@ -106,8 +106,8 @@ def deepspeed_file(config: ForeignConfig) -> tuple[Mapping[str, Any], str]:
     setting = config.value("deepspeed")
     if isinstance(setting, dict):
         return setting, config.where
-    beside = Path(config.where).parent / str(setting)
-    file = beside if beside.exists() else Path(str(setting))
+    neighbour = Path(config.where).parent / str(setting)
+    file = neighbour if neighbour.exists() else Path(str(setting))
     return read_json(file), str(file)
 
 

@@ -50,11 +50,11 @@ def svg_of(figure: Any, name: str | None = None) -> str:
     import matplotlib
     from matplotlib import pyplot
 
-    written = io.StringIO()
+    svg = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     pyplot.close(figure)
-    text = written.getvalue()
+    text = svg.getvalue()
     addresses = r"<metadata>.*?</metadata>| xmlns(?::xlink)?=\"[^\"]*\""
     return re.sub(addresses, "", text[text.index("<svg") :], flags=re.DOTALL)
 
@@ -130,8 +130,8 @@ def _draw(axes: Any, series: Series) -> None:
     """Draw a line with gaps; with a mark at each point, or only where a point has no neighbour."""
     xs, ys = zip(*series.points, strict=True)
     finite = np.isfinite(heights := np.array(ys, dtype=float))
-    beside = np.pad(finite, 1)
-    marks = np.flatnonzero(finite if series.marked else finite & ~beside[:-2] & ~beside[2:])
+    padded = np.pad(finite, 1)
+    marks = np.flatnonzero(finite if series.marked else finite & ~padded[:-2] & ~padded[2:])
     colour, dashes = series.look
     axes.plot(
         xs, heights, color=colour, linestyle=(0, dashes), marker="o", markersize=4,

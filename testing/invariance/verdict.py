@@ -96,8 +96,8 @@ class Judge:
 
     def _structure(self) -> Fault | None:
         misfits = {name: text for rank in reversed(self.ranks) for name, text in rank.misfits.items()}
-        there = {name for rank in self.ranks for name in rank.declared}
-        misfits |= {name: f"{name} is on no rank" for name in self.alone.declared if name not in there}
+        names = {name for rank in self.ranks for name in rank.declared}
+        misfits |= {name: f"{name} is on no rank" for name in self.alone.declared if name not in names}
         # In the module's order; what one process has not comes last.
         for name in (*self.alone.declared, *sorted(misfits)):
             if name in misfits:
@@ -118,12 +118,12 @@ class Judge:
 
     def _wrong_number(self, key: str, step: int) -> tuple[float, str] | None:
         """Return how far the first rank is off whose number of this step differs, and what it has."""
-        wanted = getattr(self.alone.run, key)[step]
+        expected = getattr(self.alone.run, key)[step]
         for rank, each in enumerate(self.ranks):
             value = getattr(each.run, key)[step]
-            off = abs(value - wanted) / max(abs(wanted), 1e-300)
+            off = abs(value - expected) / max(abs(expected), 1e-300)
             if not off <= self.tolerance:
-                return off, f"rank {rank} is {value:.10g}, and {wanted:.10g} on one process"
+                return off, f"rank {rank} is {value:.10g}, and {expected:.10g} on one process"
         return None
 
     def _gradients(self) -> Fault | None:
