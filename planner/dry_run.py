@@ -156,9 +156,9 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     totals = parameters.every
     memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs)
     if recipe.device == "cpu" and memory.host:  # one memory: the gradients that go there are not copied
-        trained = totals.trained_stored * work.master
+        trained = totals.trained_sharded * work.master
         memory = replace(memory, weights=memory.host - 3 * trained, moments=2 * trained, host=0)
-    return RankPlan(rank, memory, runtime, totals.here, totals.stored, totals.trained_stored, traffic)
+    return RankPlan(rank, memory, runtime, totals.unsharded, totals.sharded, totals.trained_sharded, traffic)
 
 
 def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:

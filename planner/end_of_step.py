@@ -15,7 +15,7 @@ def note_end(walk: RankWalk) -> None:
     total, work, gradients = walk.parameters.every, walk.work, walk.gradients
     partial = 0 if work.offload else max(total.partial, total.ends)
     if partial:
-        walk.now = walk.resident = walk.left = walk.before = walk.last_sum = 0.0
-        walk.dropped = 0.0 if gradients.alone else walk.gathered
-        walk.missing = gradients.lasting - gradients.shards(total)
+        walk.now = walk.resident = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+        walk.dropped = 0.0 if gradients.without_fsdp else walk.gathered
+        walk.missing = gradients.persistent - gradients.reduced(total)
         walk.note(partial * (work.master + work.reduce * (work.reduce > work.master)))

@@ -80,11 +80,11 @@ def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
     """Return the memory of a pipeline rank that is like the one of ``walk``."""
     walk.walk(pipeline)
     worst, work, total = max(walk.peaks.values()), walk.work, walk.parameters.every
-    gathered, gradients = walk.gathered - worst.dropped, walk.gradients.lasting - worst.missing
+    gathered, gradients = walk.gathered - worst.dropped, walk.gradients.persistent - worst.missing
     # At the end of a first backward the activations of its micro-batch have been given back.
     resident = min(worst.resident, worst.bytes + worst.dropped + worst.missing)
-    resting = total.trained_stored * work.master + total.fixed_bytes
-    moments = 2 * total.trained_stored * work.master
+    resting = total.trained_sharded * work.master + total.fixed_bytes
+    moments = 2 * total.trained_sharded * work.master
     at_rest = 0 if work.offload else resting + moments
     plan = MemoryPlan(
         weights=0 if work.offload else resting,
@@ -93,11 +93,11 @@ def memory_of_walk(walk: RankWalk, pipeline: int) -> MemoryPlan:
         moments=0 if work.offload else moments,
         activations=int(resident - worst.messages),
         pipeline=int(worst.messages),
-        host=resting + moments + int(total.trained_stored * work.master) if work.offload else 0,
+        host=resting + moments + int(total.trained_sharded * work.master) if work.offload else 0,
     )
     other_bytes = plan.total - at_rest
     at = {
-        loss: int(max(peak.bytes + walk.gathered + walk.gradients.lasting - other_bytes, 0))
+        loss: int(max(peak.bytes + walk.gathered + walk.gradients.persistent - other_bytes, 0))
         for loss, peak in walk.peaks.items()
     }
     return replace(plan, logits=at.get(True, 0), block=at.get(False, 0))

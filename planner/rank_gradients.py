@@ -1,8 +1,9 @@
-"""State the bytes of a rank's gradients: as they are made, as they last in a step, and while they are summed.
+"""State the bytes of a rank's gradients: as a backward makes them, as they persist in a step, and while FSDP
+reduces them.
 
-FSDP copies the gradients of a group into a buffer, which is summed over the data ranks; a shard of the sum
-stays. The buffer stays until the next group has its gradients, so that of the last group stays until the next
-backward (``reduce_scatter_states`` in torch).
+FSDP copies the unsharded gradients of a group (a block, or the root) into one buffer and reduce-scatters it
+over the data ranks; this rank's shard of the sum becomes the gradient. The buffer is freed when the next
+group is reduced, that of a backward's last group in the next backward (``reduce_scatter_states`` in torch).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from .step_shape import Work
 
 
 class Peak(NamedTuple):
-    """State the bytes at the worst instant of an action or of a step: all of them, activations and messages,
-    and what is not there: gradients that last and that no backward has made yet, and weights that are dropped
-    already.
+    """State the bytes at the worst instant of an action or of a step.
+
+    ``bytes``: beside weights, moments, gathered weights and persistent gradients; less those of gradients
+    that no backward has made yet (``missing``) and of gathered weights that are freed already (``dropped``).
+    ``resident``: activations and messages among them; ``messages``: these alone.
     """
 
     bytes: float
@@ -28,139 +31,148 @@ class Peak(NamedTuple):
     dropped: float
 
     def after(self, nbytes: float, messages: float, missing: float) -> Peak:
-        """Return the peak where so many bytes are held, with those of messages, and so many are missing."""
+        """Return the peak of an action that begins with so many bytes of activations and messages."""
         size = self.bytes + nbytes - missing
         return Peak(size, self.resident + nbytes, messages, self.missing + missing, self.dropped)
 
 
 class RankGradients:
-    """Hold bytes of gradients on a rank of ``work``, by its stages' places on the rank.
+    """Compute the bytes of gradients on a rank of ``work``, whose stages have the numbers 0, 1, ... here.
 
-    ``alone``: whether the weights are shared with no rank, and not by FSDP (``compute_weights``). ``each``:
-    whether each backward sums gradients over the data ranks; ``in_last``: whether the last one alone sums the
-    sums of all. ``adds``: whether a gradient is added to earlier ones as soon as it is made: FSDP adds to
-    sums of another dtype only after the backward of a group. ``made``, ``sum``: bytes of a trained number's
-    gradient as it is made, and as it lasts before it is summed; ``of_head``: of the output layer's as it
-    waits for the end of a backward. ``lasting``: the bytes of those that last between micro-batches.
+    ``without_fsdp``: no other rank has the same weights, so that FSDP does not wrap them. With FSDP gradients
+    are reduced over the data ranks ``in_each`` backward (ZeRO 2 and 3, or one micro-batch a step), or only
+    ``in_last``, after unsharded gradients were accumulated. ``accumulates``: whether a gradient is added to
+    the earlier ones as soon as it is made; FSDP adds to sums of another dtype after a group's backward.
+
+    Bytes of a number: ``itemsize`` of a gradient as it is made, ``sum_itemsize`` as it is accumulated,
+    ``head_itemsize`` of the output layer's until the end of a backward. ``persistent``: the bytes of all
+    gradients that persist between micro-batches.
     """
 
     def __init__(self, work: Work, parameters: RankParameters) -> None:
         layout, total = work.layout, parameters.every
         self.work, self.parameters, several = work, parameters, work.micro_batches > 1
-        self.alone = layout.holds_alone and not work.offload
-        self.each = not self.alone and (layout.zero >= 2 or not several)
-        self.in_last = not self.alone and not self.each
-        self.adds = not self.each and (self.alone or work.compute == work.reduce)
-        self.made, self.sum = work.compute, work.reduce if several else work.master
+        self.without_fsdp = layout.holds_alone and not work.offload
+        self.in_each = not self.without_fsdp and (layout.zero >= 2 or not several)
+        self.in_last = not self.without_fsdp and not self.in_each
+        self.accumulates = not self.in_each and (self.without_fsdp or work.compute == work.reduce)
+        self.itemsize, self.sum_itemsize = work.compute, work.reduce if several else work.master
         # The loss in several chunks leaves the gradient of its weight in the memory of their sum.
-        chunks = 0 < work.loss_chunk < work.batch.count
-        self.of_head = max(work.loss_sums, work.compute) if chunks else work.compute
-        copies, shards, _ = layout.data_sizes()
-        #: The bytes of a number's sum that is cast, because it is of another dtype than the weights.
+        in_chunks = 0 < work.loss_chunk < work.batch.count
+        self.head_itemsize = max(work.loss_sums, work.compute) if in_chunks else work.compute
+        replicas, shards, _ = layout.data_sizes()
+        #: The bytes of a number of a sum whose dtype is not that of the weights, so that it is cast.
         self.cast_from = work.reduce * (work.reduce != work.master)
-        #: The bytes of a shard for each number of a group: of experts apart, or of others.
+        #: The bytes of the shard for each unsharded number, of experts that FSDP reduces apart and of others.
         shard_bytes = 0.0 if work.offload else float(work.master + self.cast_from * (shards > 1))
-        self.shard = {experts: shard_bytes / layout.data_sizes(experts)[1] for experts in (False, True)}
-        #: Whether a buffer becomes the sum, or another one does. Where that is a copy, as of one shard, there
-        #: is a third one between these, and torch lets go of the last gradient with the others.
-        whole = shards == 1 and (not layout.zero or copies == 1)
-        self.in_place, self.in_three = whole and not self.cast_from, shards == 1 and not whole
-        #: Whether a buffer stays that is not the gradient: with offload this is on the host.
+        self.shard_itemsize = {
+            experts: shard_bytes / layout.data_sizes(experts)[1] for experts in (False, True)
+        }
+        #: Whether the buffer itself becomes the gradient. With one shard and replicas the reduced buffer is a
+        #: copy, so that there are three for a moment, and torch frees the last gradient with the others.
+        all_reduced = shards == 1 and (not layout.zero or replicas == 1)
+        self.in_place, self.copies = all_reduced and not self.cast_from, shards == 1 and not all_reduced
+        #: Whether the buffer stays beside the gradient; with offload the gradient is on the host.
         self.leaves_buffer = work.offload or not self.in_place
-        #: What the blocks of each stage have.
-        self.stages = [
+        #: The sum of the blocks of each stage.
+        self.of_stages = [
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
         ]
         ends = parameters.ends or (parameters.root,)
-        copied = self.each and several and layout.copies_shards
-        #: The root's last sum, which FSDP holds until the next one where replicas add it up. The first one is
-        #: the gradient itself.
-        self.last_sum = copied * (layout.pipeline > 1) * max(end.trained_stored for end in ends) * work.reduce
+        by_replicas = work.reduce * (self.in_each and several and layout.copies_shards)
+        #: The sum of the root's gradients that FSDP keeps until replicas have added the next one to it.
+        self.root_sum = by_replicas * (layout.pipeline > 1) * max(end.trained_sharded for end in ends)
         # With offload the sums of all groups stay on the device until replicas have added them up.
-        waiting = copied * work.offload * total.trained_stored * work.reduce
-        # The shards of a sum are parts of one buffer, which lasts while one of them is a gradient. A tied
-        # weight at both ends of a V is in two, if the first stage uses another parameter of the root, too.
-        apart = self.each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
-        self._root = sum(map(self.lasts, ends)) if apart else self.lasts(parameters.root)
-        self.lasting = self.lasts(total) - self.lasts(parameters.root) + self._root + waiting
-        self.root, self.last = max(end.trained for end in ends), max(end.last for end in ends)
+        waiting = by_replicas * work.offload * total.trained_sharded
+        # The shards of a group's gradients are views of one buffer, which lives as long as one of them. The
+        # two ends of a V reduce a tied weight in two buffers, if the first has another parameter of the root.
+        apart = self.in_each and len(ends) > 1 and parameters.root.trained > ends[-1].trained
+        of_root = self.persistent_of(parameters.root)
+        self._of_root = sum(map(self.persistent_of, ends)) if apart else of_root
+        self.persistent = self.persistent_of(total) - of_root + self._of_root + waiting
+        self.root_numel, self.last_numel = max(end.trained for end in ends), max(end.last for end in ends)
 
-    def lasts(self, group: Group) -> float:
-        """Return how many bytes last of the gradients of a group."""
+    def persistent_of(self, group: Group) -> float:
+        """Return the bytes of a group's gradients that persist between micro-batches, or to the update."""
         work = self.work
-        if self.each:
-            # Replicas add up their sums at the end of a step, or in a pipeline at each backward.
+        if self.in_each:
+            # Replicas add up their sums at the end of a step, or in a pipeline in each backward.
             at_end = work.layout.copies_shards and work.micro_batches > 1 and work.layout.pipeline == 1
-            return group.trained_stored * work.reduce if at_end and not work.offload else self.shards(group)
-        if self.alone and work.micro_batches == 1:
-            return group.trained_stored * work.master
-        return group.trained * self.sum
+            return group.trained_sharded * work.reduce if at_end and not work.offload else self.reduced(group)
+        if self.without_fsdp and work.micro_batches == 1:
+            return group.trained_sharded * work.master
+        return group.trained * self.sum_itemsize
 
-    def shards(self, group: Group) -> float:
-        """Return the bytes of what stays on the device of a group's gradients after their sum.
+    def reduced(self, group: Group) -> float:
+        """Return the bytes on the device of a group's gradients once they are reduced.
 
-        Of replicas FSDP keeps the sum until the next backward, also where the gradient is a cast of it.
+        Where there are replicas FSDP keeps the sum until the next backward, also if the gradient is a cast.
         """
-        number = self.work.master + self.cast_from * self.work.layout.copies_shards
-        return 0 if self.work.offload else group.trained_stored * number
+        itemsize = self.work.master + self.cast_from * self.work.layout.copies_shards
+        return 0 if self.work.offload else group.trained_sharded * itemsize
 
     def buffer(self, stage: int, runs: Sequence[Run]) -> float:
-        """Return the bytes of the buffer that the last sum of a stage's backward leaves: of the root, if the
-        stage uses it, or else of the first block; of one in two of the last block, and of its experts.
+        """Return the bytes of the buffer that a stage's backward leaves: of the root, if the stage uses it,
+        or else of the first block; of a backward in two parts that of the last block, or of its experts.
         """
-        elements: float = self.root * (stage in (0, self.work.layout.stages - 1))
+        elements: float = self.root_numel * (stage in (0, self.work.layout.stages - 1))
         if not elements and runs:
             run = runs[0 if self.work.in_two else -1]
             of_experts = run.trace.experts if self.work.in_two else 0
-            elements = (of_experts or run.trace.gradients - run.trace.experts) / self.made
+            elements = (of_experts or run.trace.gradients - run.trace.experts) / self.itemsize
         elements = elements or self.parameters.most("trained")
-        return elements * self.work.reduce * (self.each and self.leaves_buffer)
+        return elements * self.work.reduce * (self.in_each and self.leaves_buffer)
 
-    def given_back(self, group: Group) -> float:
-        """Return what the sum of a group's gradients gives back in a step's last backward.
+    def freed_by_reduction(self, group: Group) -> float:
+        """Return the persistent bytes of a group's gradients that a step's last reduction frees.
 
-        It is below 0 where a cast takes more. In a pipeline all sums may come at the end, and casts take the
-        place of gathered weights.
+        Below 0 where a cast takes more. In a pipeline all groups may be reduced at the end, when casts take
+        the place of gathered weights.
         """
-        given_back = (self.lasts(group) - self.shards(group)) * (self.each or self.in_last)
-        return max(given_back, 0.0) if self.in_last and self.work.layout.pipeline > 1 else given_back
+        freed = (self.persistent_of(group) - self.reduced(group)) * (self.in_each or self.in_last)
+        return max(freed, 0.0) if self.in_last and self.work.layout.pipeline > 1 else freed
 
-    def of_root(self, absent: Iterable[int], stages: Sequence[int]) -> float:
-        """Return how many bytes last of those gradients of the root that no other of the rank's ``stages``
-        makes than those with ``absent`` places.
+    def root_without(self, places: Iterable[int], stages: Sequence[int]) -> float:
+        """Return the persistent bytes of the root's gradients that only the stages at these ``places`` of the
+        rank's ``stages`` make.
         """
         layout, root, ends = self.work.layout, self.parameters.root, self.parameters.ends
         last = len(stages) - 1
         user = last if last and stages[-1] == layout.stages - 1 else 0
         users = {0: ends[0], last: ends[1]} if ends else {user: root}
-        of_users = sum(self.lasts(group) for place, group in users.items() if place not in absent)
-        return max(self._root - of_users, 0.0)
+        of_others = sum(self.persistent_of(group) for place, group in users.items() if place not in places)
+        return max(self._of_root - of_others, 0.0)
 
-    def summed(self, elements: float, last: float, further: float = 0.0, *, experts: bool = False) -> float:
-        """Return the most bytes while the gradients of a group are summed, those of its weights included.
+    def reduction_peak(
+        self, elements: float, last: float, further: float = 0.0, *, experts: bool = False
+    ) -> float:
+        """Return the most bytes while a group of ``elements`` gradients is reduced, those of its gradients
+        included.
 
-        ``last``: the elements of the last one, which is freed later than the others; ``further``: bytes that
-        this one has beside theirs. ``experts``: whether they are of experts apart.
+        ``last``: the elements of the last gradient, which is freed after the others; ``further``: bytes that
+        it has beyond theirs. ``experts``: whether these are experts that FSDP reduces apart.
         """
-        buffer, shard = elements * self.work.reduce, elements * self.shard[experts] * (not self.in_place)
-        if self.in_three:
-            shard += buffer
+        buffer = elements * self.work.reduce
+        shard = elements * self.shard_itemsize[experts] * (not self.in_place) + buffer * self.copies
+        last *= not self.copies
         if self.in_last:
-            return buffer + max(shard - (elements - last * (not self.in_three)) * self.sum, 0)
-        return buffer + max(elements * self.made, shard + last * self.made * (not self.in_three)) + further
+            return buffer + max(shard - (elements - last) * self.sum_itemsize, 0)
+        return buffer + max(elements * self.itemsize, shard + last * self.itemsize) + further
 
-    def summed_root(self) -> float:
-        """Return the most bytes while the gradients of the root are summed."""
+    def root_reduction_peak(self) -> float:
+        """Return the most bytes while the gradients of the root are reduced."""
         head = self.parameters.exit - self.parameters.tied
-        return self.summed(self.root, self.last, head * (self.of_head - self.made))
+        return self.reduction_peak(
+            self.root_numel, self.last_numel, head * (self.head_itemsize - self.itemsize)
+        )
 
 
 def gathered_bytes(work: Work, parameters: RankParameters, zero: int) -> float:
     """Return the bytes of the weights that a rank computes with, where these are not the stored ones."""
     total = parameters.every
     if zero or work.offload:
-        return (total if zero < 3 else parameters.root).here * work.compute
+        return (total if zero < 3 else parameters.root).unsharded * work.compute
     # Only those that are stored in another dtype, as the frozen weights beside adapters are not.
-    frozen, stored = total.here - total.trained, total.fixed_bytes - total.buffer_bytes
+    frozen, stored = total.unsharded - total.trained, total.fixed_bytes - total.buffer_bytes
     cast = total.trained * (work.compute != work.master)
     return (cast + frozen * (stored != frozen * work.compute)) * work.compute

@@ -19,22 +19,22 @@ from ..parallel_state import Declaration, ParallelState, declarations
 class Group:
     """Count the elements of parameters that FSDP gathers at once: those of a block, or of the rest.
 
-    ``here``: cut along the tensor and expert axes only; a rank computes with these. ``stored``: between
-    steps, after FSDP cut them over the data axes. ``padded``: the equal piece that each data rank sends.
-    ``apart``: the piece of stacked experts, if FSDP gathers them by themselves, over the ranks that hold the
-    same experts; it is not in ``padded``.
+    ``unsharded``: cut along the tensor and expert axes only, as a rank computes with them. ``sharded``: as
+    they lie between steps, cut by FSDP over the data axes. ``padded``: the shard that each data rank sends,
+    padded to equal sizes. ``apart``: the shard of stacked experts, if FSDP gathers them by themselves, over
+    the ranks that hold the same experts; it is not in ``padded``.
     """
 
-    here: int = 0
-    stored: int = 0
+    unsharded: int = 0
+    sharded: int = 0
     padded: int = 0
     apart: int = 0
     #: The same four counts of trained parameters only.
     trained: int = 0
-    trained_stored: int = 0
+    trained_sharded: int = 0
     trained_padded: int = 0
     trained_apart: int = 0
-    #: Trained, stored, and summed over the tensor ranks; trained, stored, and held at both ends.
+    #: Trained, sharded, and summed over the tensor ranks; trained, sharded, and held at both ends.
     partial: int = 0
     ends: int = 0
     #: How many parameters these two are the elements of.
@@ -45,10 +45,10 @@ class Group:
     buffer_bytes: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
-    #: The elements, as ``here``, of parameters that FSDP cuts along another dim than the first.
+    #: The elements, as ``unsharded``, of parameters that FSDP cuts along another dim than the first.
     recut: int = 0
-    #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
-    #: those of the largest and of the last of all.
+    #: The elements, as ``unsharded``, of the largest trained parameter, and of the last one; a sum of groups
+    #: has those of the largest and of the last of all.
     largest: int = 0
     last: int = 0
 
@@ -86,13 +86,13 @@ def _count_parameter(
     rows, shards = (box.shape or (1,))[dim], layout.data_sizes(declaration.experts)[1]
     stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
     sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
-    counts = {"here": box.size, "stored": stored, sent: piece, "recut": box.size * (dim > 0)}
+    counts = {"unsharded": box.size, "sharded": stored, sent: piece, "recut": box.size * (dim > 0)}
     if not parameter.requires_grad:
         return Group(**counts, fixed_bytes=stored * parameter.dtype.itemsize)
     apart = layout.pipeline > 1 and not layout.v_shape  # in a V one rank holds both ends
     at_ends = apart and (declaration.ends if ends is None else ends)
     partial = layout.tensor > 1 and "tensor" in declaration.partial
-    counts |= {"trained": box.size, "trained_stored": stored, f"trained_{sent}": piece}
+    counts |= {"trained": box.size, "trained_sharded": stored, f"trained_{sent}": piece}
     counts |= {"partial": stored * partial, "partial_tensors": int(partial)}
     counts |= {"ends": stored * at_ends, "end_tensors": int(at_ends)}
     return Group(**counts, largest=box.size, last=box.size)

@@ -1,7 +1,8 @@
 """Walk through the actions of a rank's step, block by block, and note the bytes at each instant.
 
-FSDP handles a group of parameters at a time: a block, or the root, all that is in no block. In a backward it
-gathers a group and, with ZeRO 3, the group before it, and sums the gradients of each (``rank_gradients.py``).
+FSDP handles a group of parameters at a time: a block, or the root, which is all that is in no block. With
+ZeRO 3 a backward gathers a group and prefetches the one before it; then it reduces the group's gradients over
+the data ranks (``rank_gradients.py``).
 """
 
 from collections.abc import Sequence
@@ -11,54 +12,54 @@ from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
 from .end_of_step import note_end
+from .forwards import note_first_forward, note_forwards
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .second_part import walk_second_part
-from .stage_costs import Run, StageBytes, StageCost, most_of
+from .stage_costs import Run, StageCost, most_of
 from .step_shape import Work
 
 
 class RankWalk:
-    """Walk through what may be the worst instants of a step of the rank of ``work``, and of pipeline ranks
-    with stages like its own; ``peaks``: in a loss, and elsewhere.
+    """Find the worst instants of a step of the rank of ``work``, and of pipeline ranks with stages like its
+    own: ``peaks`` in a loss (``True``), and elsewhere.
 
     ``stages``: those of the rank. ``gathered``: the bytes of the weights that it computes with, where these
-    are not the stored ones. ``gradients``: see there.
+    are not the stored ones. Bytes are counted beside weights, moments and persistent gradients (``Peak``).
     """
 
     def __init__(self, work: Work, parameters: RankParameters, stages: Sequence[StageCost]) -> None:
         layout = work.layout
         self.work, self.parameters = work, parameters
         self.gradients = RankGradients(work, parameters)
-        self.cut, self.made = layout.pipeline > 1, work.compute
+        self.pipelined, self.itemsize = layout.pipeline > 1, work.compute
         # Without another rank there is nothing to gather.
-        self.zero = 0 if self.gradients.alone else layout.zero
-        largest = max(
-            (piece.plain.weights for stage in stages for piece in {*stage.blocks.values()}), default=0.0
-        )
-        self.here = layout.stages_of(work.at.pipeline)
+        self.zero = 0 if self.gradients.without_fsdp else layout.zero
+        blocks = (piece for stage in stages for piece in {*stage.blocks.values()})
+        largest = max((piece.plain.weights for piece in blocks), default=0.0)
+        self.numbers = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.here, largest=largest)
-            for number, stage in zip(self.here, stages, strict=True)
+            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.numbers, largest=largest)
+            for number, stage in zip(self.numbers, stages, strict=True)
         ]
         runs = [stage.runs for stage in self.stages]
-        self.buffers = [*map(self.gradients.buffer, self.here, runs)]
+        self.buffers = [*map(self.gradients.buffer, self.numbers, runs)]
         self.peaks, self._actions = dict[bool, Peak](), dict[object, dict[bool, Peak]]()
         #: Of a module that is not the zoo's it is not known when its gradients appear.
-        self.in_blocks = all(stage.blocks for stage in stages)
+        self.by_block = all(stage.blocks for stage in stages)
         # FSDP copies weights once more that it has cut along another dim than the first.
-        self.recut = parameters.most("recut") * self.made
+        self.recut = parameters.most("recut") * self.itemsize
         self.gathered = gathered_bytes(work, parameters, self.zero)
-        # In a step's last backward gathered weights go with their block, or at the end of a pipeline's.
-        copies = work.offload or work.compute != work.master
-        self.gathers = (self.zero in (1, 2) or (not self.zero and copies)) and not self.gradients.alone
-        self.drops = self.gathers and not self.cut
+        # Gathered weights are freed block by block in a step's last backward, or at the end of a pipeline's.
+        copies = self.zero in (1, 2) or (not self.zero and (work.offload or work.compute != work.master))
+        self.keeps_gathered = copies and not self.gradients.without_fsdp
+        self.drops_gathered = self.keeps_gathered and not self.pipelined
 
     def walk(self, number: int) -> None:
-        """Walk through the actions at which a pipeline rank holds most, and through its last backwards."""
-        work, self.here, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
-        self.rest_of_root = self.gradients.of_root((), self.here)
-        message, layout = work.between_blocks if self.cut else 0, work.layout
+        """Walk through the actions in which a pipeline rank holds most, and through its last backwards."""
+        work, self.numbers, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
+        self.rest_of_root = self.gradients.root_without((), self.numbers)
+        message, layout = work.between_blocks if self.pipelined else 0, work.layout
         step = held_in_step(
             work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches, number,
             *(tuple(map(attrgetter(name), self.stages)) for name in ("kept", "halfway")), message,
@@ -66,25 +67,27 @@ class RankWalk:
         instants = [(instant, self._is_last(instant)) for instant in step.heaviest]
         if work.micro_batches > 1 and self.gradients.in_last:
             backwards = [instant for instant, _ in instants if instant.kind == "B"]
-            ends = step.last_backwards() if self.cut else backwards
+            ends = step.last_backwards() if self.pipelined else backwards
             instants = [(instant, last) for instant, last in instants if not last or instant.kind in "FI"]
             instants += [(end, True) for end in ends]
         for instant, last in instants:
-            place = self.here.index(instant.stage)
+            place = self.numbers.index(instant.stage)
             missing = self._begin(instant, place)
             for loss, peak_of_action in self._action(instant.kind, place, last=last).items():
                 peak = peak_of_action.after(instant.bytes, instant.messages * message, missing)
                 peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
         self.peaks = peaks
         for stage in dict.fromkeys(self.stages):
-            self._first_forward(stage)
+            note_first_forward(self, stage)
         note_end(self)
 
     def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
-        """Return the peaks of an action beside what the rank holds as it begins; many have equal ones."""
+        """Return the peaks of an action beside what the rank holds as it begins; equal actions are remembered
+        by all that these depend on.
+        """
         stage, all_summed = self.stages[place], len(self.summed) + 1 >= len(self.stages)
-        ends = self._exit(place), self.here[place] == 0
-        key = kind, stage, ends, last, all_summed, place in self.absent, self.of_root, self.before
+        ends, first = (self._exit(place), self.numbers[place] == 0), place in self.absent
+        key = kind, stage, ends, last, all_summed, first, self.root_part, self.earlier_buffer
         if key not in self._actions:
             self.peaks = self._actions[key] = {}
             if kind == "F":
@@ -100,68 +103,54 @@ class RankWalk:
     def _is_last(self, instant: Instant) -> bool:
         """Tell whether a backward is the last one of its stage: of two the one that is not the first."""
         few = self.work.micro_batches
-        return few == 1 or (few == 2 and self.here.index(instant.stage) not in instant.absent)
+        return few == 1 or (few == 2 and self.numbers.index(instant.stage) not in instant.absent)
 
     def note(self, beside: float, *, loss: bool = False) -> None:
-        """Note the bytes of an instant: what is held now, and what is ``beside``."""
-        size = self.now + beside + self.left + self.last_sum - self.missing - self.dropped
+        """Note the bytes of an instant: those held since the action began, and those ``beside`` them."""
+        size = self.now + beside + self.buffer + self.root_sum - self.missing - self.dropped
         if loss not in self.peaks or size > self.peaks[loss].bytes:
-            gradients = self.missing - self.before
+            gradients = self.missing - self.earlier_buffer
             self.peaks[loss] = Peak(size, self.resident, 0.0, gradients, self.dropped)
 
     def _begin(self, instant: Instant, place: int) -> float:
-        """Begin an action; return the bytes of gradients that are not there yet. What the rank holds counts
-        as 0 until the action has ended.
+        """Begin an action, counting from 0; return the bytes of persistent gradients that no backward has
+        made yet, or that are reduced already.
         """
-        self.absent = instant.absent if self.in_blocks else ()
+        self.absent = instant.absent if self.by_block else ()
         self.resident = self.now = self.dropped = self.missing = 0.0
         gradients, root, few = self.gradients, self.rest_of_root, self.work.micro_batches == 2
-        #: What lasts of the gradients that the backward of this stage makes, and none before it.
-        self.of_root = 0.0
-        # In the last backward of a stage.
+        #: The persistent gradients of the root that the backward of this stage makes, and none before it.
+        self.root_part = 0.0
+        # In the last backward of a stage: the stages that have had theirs.
         self.summed = instant.summed
         buffers = self.buffers
         if self.absent:
-            root = gradients.of_root(self.absent, self.here)
+            root = gradients.root_without(self.absent, self.numbers)
             others = [other for other in self.absent if other != place]
-            self.of_root = root - gradients.of_root(others, self.here)
+            self.root_part = root - gradients.root_without(others, self.numbers)
             buffers = [buffer for number, buffer in enumerate(buffers) if number not in self.absent]
-        self.before = self.left = max(buffers, default=0.0) * (self.work.micro_batches > 1)
+        self.earlier_buffer = self.buffer = max(buffers, default=0.0) * (self.work.micro_batches > 1)
         # The first sum is the gradient itself; of two micro-batches another end's second one may come before.
         few = few and not (self.parameters.ends and place in self.absent)
         first = len(self.absent) == len(self.stages)
-        self.last_sum = 0.0 if first or few else gradients.last_sum
-        not_yet = sum(gradients.lasts(gradients.stages[place]) for place in self.absent)
-        return root + not_yet + sum(gradients.given_back(gradients.stages[place]) for place in instant.summed)
+        self.root_sum = 0.0 if first or few else gradients.root_sum
+        not_yet = sum(gradients.persistent_of(gradients.of_stages[place]) for place in self.absent)
+        reduced = (gradients.of_stages[place] for place in instant.summed)
+        return root + not_yet + sum(map(gradients.freed_by_reduction, reduced))
 
     def _loss(self, place: int) -> None:
         at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
         assert loss is not None
         working = max(loss.plain.forward, loss.plain.backward)
-        working += 0 if self.cut and at.logits else loss.plain.kept
+        working += 0 if self.pipelined and at.logits else loss.plain.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
             working = max(part.plain.forward for part in stage.beside)
         elif self.zero == 3:
-            # FSDP keeps what it received for the root until it has gathered the first block.
-            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.cut
-            gathers = self.parameters.root.here * self.made + 2 * (block.weights - block.experts)
+            # FSDP keeps the buffer of the root's all-gather until the first block's has started.
+            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.pipelined
+            gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.experts)
             self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
-
-    def _first_forward(self, stage: StageBytes) -> None:
-        """Note the forward of a step's first micro-batch, for which ZeRO 1 and 2 gather."""
-        if self.zero in (1, 2) and stage.runs:
-            self.dropped = self.left = self.before = self.last_sum = 0.0
-            self.missing, self.resident, self.now = self.gradients.lasting, stage.kept, stage.kept
-            ahead = self.parameters.most("here") * self.made
-            self.note(self._made_in_last(stage) + ahead)
-
-    def _made_in_last(self, stage: StageBytes) -> float:
-        """Return the bytes beside the kept ones in the forward of a stage's last block."""
-        # In the last block's forward what the stage gives is not there yet; then it is.
-        run = next((run for run in stage.runs if run.piece in stage.stage.blocks.values()), None)
-        forward = 0 if run is None else max(run.piece.plain.forward, self.work.between_blocks)
-        return max(forward - stage.exit - stage.output, 0 if self.cut else stage.logits)
 
     def _exit(self, place: int) -> float:
         """Return the trained elements of the root that the model's last stage uses."""
@@ -170,32 +159,35 @@ class RankWalk:
     def _backward(self, place: int, *, last: bool) -> None:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
-        self._forwards(stage)
+        note_forwards(self, stage)
         ahead = stage.runs[0].trace.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
-        if zero3 and self.cut and (exit or self.here[place] == 0):  # FSDP gathers the root beside a block
-            self.note(self.parameters.root.here * self.made + ahead)
-        # The gradients of the output layer wait for the root's, and a tied weight's for its second part.
-        waits = (tied if gradients.adds else exit) * gradients.of_head
-        if first and gradients.adds:
-            self.missing -= (early := min(max(exit - tied, 0) * gradients.sum, self.of_root))
-            self.of_root -= early
+        # In a pipeline the root is gathered again, and a block ahead of it.
+        if zero3 and self.pipelined and (exit or self.numbers[place] == 0):
+            self.note(self.parameters.root.unsharded * self.itemsize + ahead)
+        # The output layer's gradients wait until the root is reduced, a tied weight's for its second part.
+        waits = (tied if gradients.accumulates else exit) * gradients.head_itemsize
+        if first and gradients.accumulates:
+            self.missing -= (early := min(max(exit - tied, 0) * gradients.sum_itemsize, self.root_part))
+            self.root_part -= early
         if stage.logits:
-            head = 0.0 if first and gradients.adds else exit * self.made
-            self.note(work.whole + (0 if self.cut else stage.logits) + head + zero3 * ahead)
+            of_weight = 0.0 if first and gradients.accumulates else exit * self.itemsize
+            self.note(work.whole + (0 if self.pipelined else stage.logits) + of_weight + zero3 * ahead)
         if behind := stage.stage.behind:
-            end, added = most_of(behind, "backward"), "with_gradient" if gradients.adds else "with_gradients"
+            end = most_of(behind, "backward")
             if not stage.stage.blocks:
-                most = end + self.parameters.most("largest") * self.made
+                most = end + self.parameters.most("largest") * self.itemsize
                 end = max(most_of(behind, "with_gradient"), most) + waits
-                ahead = 2 * self.parameters.most("here") * self.made
+                ahead = 2 * self.parameters.most("unsharded") * self.itemsize
             elif work.loss_chunk:  # whose gradients have waited since the loss
                 end += waits
             else:
-                over = stage.logits * self.cut  # the gradient of logits is written over them
-                end = max(getattr(behind[0].plain, added) - over, most_of(behind[1:], "backward") + waits)
+                over = stage.logits * self.pipelined  # the gradient of logits is written over them
+                head = behind[0].plain
+                of_head = head.with_gradient if gradients.accumulates else head.with_gradients
+                end = max(of_head - over, most_of(behind[1:], "backward") + waits)
             self.note(end + zero3 * ahead)
-        self.now -= stage.logits * self.cut
-        message = work.between_blocks if self.cut and stage.stage.loss is None else 0
+        self.now -= stage.logits * self.pipelined
+        message = work.between_blocks if self.pipelined and stage.stage.loss is None else 0
         for number, run in enumerate(stage.runs):
             self.now -= stage.exit * (number == stage.further)
             self._blocks(run, place, waits, message, last=last)
@@ -205,28 +197,30 @@ class RankWalk:
         self._root(place, waits, 0 if entry is None else entry.plain.backward, last=last)
 
     def _blocks(self, run: Run, place: int, waits: float, message: float, *, last: bool) -> None:
-        """Walk through the backward of blocks that are alike: the first two, and the last one. ``waits``: the
-        bytes of gradients that wait for a sum; ``message``: of the gradient that came to the first block.
+        """Walk through the backward of blocks that are alike: the first two, and the last one.
+
+        ``waits``: the bytes of the root's gradients that wait for its reduction; ``message``: those of the
+        gradient of the stage's output, which came from another rank.
         """
         trace, weights, grads, gradients = run.trace, run.trace.weights, run.trace.gradients, self.gradients
-        zero3, drops, first = self.zero == 3, last and self.drops, place in self.absent
-        summing = gradients.each or (last and gradients.in_last)
-        most = trace.with_gradient if gradients.adds and not first else trace.with_gradients
+        zero3, drops, first = self.zero == 3, last and self.drops_gathered, place in self.absent
+        summing = gradients.in_each or (last and gradients.in_last)
+        most = trace.with_gradient if gradients.accumulates and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
-        own, without_experts = weights - experts, grads - experts
-        # What lasts of a block's gradients from its backward on, less what their sum gives back.
-        lasting = gradients.lasts(group) * first - gradients.given_back(group) * last
+        own, numel = weights - experts, (grads - experts) / self.itemsize
+        # The persistent gradients that a block's backward makes, less those that their reduction frees.
+        lasting = gradients.persistent_of(group) * first - gradients.freed_by_reduction(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
-        left = without_experts * self.work.reduce / self.made * gradients.leaves_buffer * summing
-        summed = gradients.summed(without_experts / self.made, min(group.last, without_experts / self.made))
-        start, missing, dropped, before = self.now, self.missing, self.dropped, self.left
+        left = numel * self.work.reduce * gradients.leaves_buffer * summing
+        reduction = gradients.reduction_peak(numel, min(group.last, numel))
+        start, missing, dropped, before = self.now, self.missing, self.dropped, self.buffer
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
             self.now = start - index * trace.kept
             self.missing, self.dropped = missing - index * lasting, dropped + index * weights * drops
-            self.left = left if index and summing else before
+            self.buffer = left if index and summing else before
             ahead = zero3 * (own if index < run.number - 1 else run.ahead)
             came = message * (not index)
-            # FSDP copies what it received before it gathers the block before, or the block's own experts.
+            # FSDP copies the gathered weights out of the buffer that received them, before it gathers more.
             self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
             if experts and summing:
                 self._experts(trace, most, came, waits, ahead, of_experts, drops)
@@ -235,66 +229,58 @@ class RankWalk:
             self.now -= trace.kept
             self.dropped += weights * drops
             if summing:
-                self.left = 0.0
-                self.note(summed + waits + ahead)
-                self.left = left
+                self.buffer = 0.0
+                self.note(reduction + waits + ahead)
+                self.buffer = left
             self.missing -= lasting - of_experts
-
-    def _forwards(self, stage: StageBytes) -> None:
-        """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-        zero3, block = self.zero == 3 and bool(stage.runs), stage.runs[0].trace if stage.runs else Trace()
-        # FSDP keeps what it received for a group until it has gathered the next one.
-        received = max(block.experts, block.weights - block.experts)
-        self.note(self._made_in_last(stage) + zero3 * (block.weights + received))
-        for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
-            # FSDP has the last of them, which it has gathered for a backward that does not come; and what it
-            # received for the block before, until the weights are copied.
-            forward = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
-            self.note(self.work.between_blocks - stage.kept + forward + zero3 * 3 * stage.largest)
 
     def _experts(
         self, trace: Trace, most: float, came: float, waits: float, ahead: float, lasting: float, drops: bool
     ) -> None:
-        """Note the instants of a block whose experts FSDP gathers and sums apart, and before it. With their
-        backward it gathers the block before, ``ahead``; see ``_blocks``. ``lasting``: of their gradients.
+        """Note the instants of the backward of a block whose experts FSDP gathers and reduces apart.
+
+        With their backward it prefetches the block before (``ahead``). ``lasting``: the bytes of their
+        persistent gradients; for the others see ``_blocks``.
         """
         experts, zero3, gradients = trace.experts, self.zero == 3, self.gradients
-        others, elements = waits + zero3 * trace.weights, experts / self.made
+        others, elements = waits + zero3 * trace.weights, experts / self.itemsize
         self.note(min(trace.to_experts, most) - came + others)
-        if zero3:  # FSDP copies what it received
+        if zero3:  # beside the buffer that received them
             self.note(trace.copied_experts + others + experts + self.recut)
         others += ahead
         self.note(min(trace.in_experts, most) + others)
         others -= experts * (zero3 or drops)
-        self.left = 0.0
-        summed = gradients.summed(elements, self.parameters.most("largest"), experts=True)
-        self.note(trace.at_experts + others + summed)
-        self.left = elements * self.work.reduce * gradients.leaves_buffer
+        self.buffer = 0.0
+        reduction = gradients.reduction_peak(elements, self.parameters.most("largest"), experts=True)
+        self.note(trace.at_experts + others + reduction)
+        self.buffer = elements * self.work.reduce * gradients.leaves_buffer
         self.missing -= lasting
         self.note(trace.after_experts + others)
 
     def _root(self, place: int, waits: float, backward: float, *, last: bool) -> None:
-        """Walk through the end of a backward: the embedding, and the sum of the root's gradients."""
-        itemsize, parameters, gradients = self.made, self.parameters, self.gradients
-        # Autograd adds the two parts of a tied weight's gradient into a third tensor.
-        joined = parameters.tied * (2 * itemsize + gradients.of_head)
-        embedding = (gradients.root - parameters.exit + parameters.tied) * itemsize * (self.here[place] == 0)
-        if not gradients.each:
-            if place in self.absent and gradients.adds:
-                self.missing -= self.of_root
-                cast = embedding * (itemsize != gradients.sum)
-                self.note(max(backward + cast, joined - parameters.tied * gradients.sum))
+        """Walk through the end of a backward: the embedding, and the reduction of the root's gradients."""
+        itemsize, parameters, gradients = self.itemsize, self.parameters, self.gradients
+        # Autograd adds the two gradients of a tied weight into a third tensor.
+        joined = parameters.tied * (2 * itemsize + gradients.head_itemsize)
+        embedded = gradients.root_numel - parameters.exit + parameters.tied
+        embedding = embedded * itemsize * (self.numbers[place] == 0)
+        if not gradients.in_each:
+            if place in self.absent and gradients.accumulates:
+                self.missing -= self.root_part
+                cast = embedding * (itemsize != gradients.sum_itemsize)
+                self.note(max(backward + cast, joined - parameters.tied * gradients.sum_itemsize))
             else:
-                self.note(max(backward + waits * (not gradients.adds) + embedding, joined))
-            if place in self.absent and not gradients.adds:
-                self.missing -= self.of_root
-                self.note(gradients.last * itemsize)
+                self.note(max(backward + waits * (not gradients.accumulates) + embedding, joined))
+            if place in self.absent and not gradients.accumulates:
+                self.missing -= self.root_part
+                self.note(gradients.last_numel * itemsize)
             if not last or not gradients.in_last or len(self.summed) + 1 < len(self.stages):
                 return
         else:
             self.note(max(backward + waits, joined))
-        # FSDP drops a group's weights before it sums its gradients.
-        drops = self.zero == 3 or (last and self.gathers and not (self.cut and gradients.each))
-        self.dropped += parameters.root.here * itemsize * drops
-        self.left = self.last_sum = 0.0
-        self.note(gradients.summed_root())
+        # FSDP frees a group's weights before it reduces its gradients.
+        drops = last and self.keeps_gathered and not (self.pipelined and gradients.in_each)
+        drops = drops or self.zero == 3
+        self.dropped += parameters.root.unsharded * itemsize * drops
+        self.buffer = self.root_sum = 0.0
+        self.note(gradients.root_reduction_peak())

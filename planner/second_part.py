@@ -17,12 +17,12 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
     of the root that it computes the gradients of; ``last``: whether it is the last one of its stage.
     """
     gradients, stage = walk.gradients, walk.stages[place]
-    computed, trained = gradients.stages[place].here, gradients.stages[place].trained
+    computed, trained = gradients.of_stages[place].unsharded, gradients.of_stages[place].trained
     zero3, largest, first = walk.zero == 3, walk.parameters.most("trained"), place in walk.absent
-    walk.now += computed * walk.made * zero3
+    walk.now += computed * walk.itemsize * zero3
     before, missing = walk.now, walk.missing
-    walk.note(max(walk.parameters.root.here, walk.parameters.most("here")) * walk.made * zero3)
-    start, gradients_so_far, adds = walk.now, 0.0, gradients.adds
+    walk.note(max(walk.parameters.root.unsharded, walk.parameters.most("unsharded")) * walk.itemsize * zero3)
+    start, gradients_so_far, adds = walk.now, 0.0, gradients.accumulates
     for piece, number, block in stage.in_two:
         part, grads = piece.second_part, piece.plain.gradients * (not adds)
         most = part.second_with_gradient if adds and not first else part.second_with_gradients
@@ -32,27 +32,27 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
         start -= number * part.freed
         gradients_so_far += number * grads
         if first and adds and block >= 0:
-            walk.missing -= number * gradients.lasts(walk.parameters.group(block))
+            walk.missing -= number * gradients.persistent_of(walk.parameters.group(block))
     walk.now = before - (stage.halfway + stage.kept)
-    gradients_so_far = (trained + exit) * walk.made
+    gradients_so_far = (trained + exit) * walk.itemsize
     summing = last and gradients.in_last
-    if not (gradients.each or summing or adds):
+    if not (gradients.in_each or summing or adds):
         walk.note(gradients_so_far)
     if first:
-        walk.missing = missing - gradients.lasts(gradients.stages[place])
-        # FSDP's sum of the root makes what lasts of it.
-        walk.missing -= 0 if gradients.each else walk.of_root
-    if gradients.each:
-        walk.left = 0.0
+        walk.missing = missing - gradients.persistent_of(gradients.of_stages[place])
+        # The persistent gradients of the root come from FSDP's reduction.
+        walk.missing -= 0 if gradients.in_each else walk.root_part
+    if gradients.in_each:
+        walk.buffer = 0.0
         walk.note(gradients_so_far + largest * walk.work.reduce)
         if exit:
-            walk.now -= computed * walk.made * zero3
-            walk.last_sum = 0.0
-            walk.note(gradients.summed_root())
+            walk.now -= computed * walk.itemsize * zero3
+            walk.root_sum = 0.0
+            walk.note(gradients.root_reduction_peak())
     elif summing:
-        waits = 0 if adds else gradients_so_far - largest * walk.made
-        # Of weights that FSDP cuts along another dim it sums copies, and the last gradient stays beside.
-        last_gradient = walk.parameters.most("largest") * gradients.sum * (walk.recut > 0)
+        waits = 0 if adds else gradients_so_far - largest * walk.itemsize
+        # FSDP reduces copies of gradients that it cuts along another dim, and the last gradient stays beside.
+        last_gradient = walk.parameters.most("largest") * gradients.sum_itemsize * (walk.recut > 0)
         walk.note(waits + largest * walk.work.reduce + last_gradient)
     elif not adds:
-        walk.note(walk.parameters.most("largest") * walk.made)
+        walk.note(walk.parameters.most("largest") * walk.itemsize)

@@ -71,7 +71,7 @@ def generation_memory(
         parameters = sample.parameters(state).every
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
-        weights = parameters.here * dtype.itemsize + parameters.fixed_bytes
+        weights = parameters.unsharded * dtype.itemsize + parameters.fixed_bytes
         cache = sum(traced.caches[kind] for kind in kinds)
         reading = int(_BESIDE * traced.reading) + rows * length * 2 * _PLACE + logits + sent
         plans.append(GenerationMemory(weights, cache, reading))

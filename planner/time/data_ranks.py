@@ -111,8 +111,8 @@ class DataRanks:
         each parameter and writes three.
         """
         total, work, kernels = parameters.every, self.work, self.kernels
-        numbers, host = total.trained_stored * work.master, self.machine.host
-        copied = kernels.moved(total.here * (work.master + work.compute)) * (work.master != work.compute)
+        numbers, host = total.trained_sharded * work.master, self.machine.host
+        copied = kernels.moved(total.unsharded * (work.master + work.compute)) * (work.master != work.compute)
         if work.offload:
-            return (total.trained_stored * work.reduce + numbers) / host + 10 * numbers / host + copied
+            return (total.trained_sharded * work.reduce + numbers) / host + 10 * numbers / host + copied
         return kernels.moved(10 * numbers) + copied

@@ -96,7 +96,7 @@ def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero):
     work, model = planned(Layout.of(data=4, zero=zero))
     sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
     held = rank_parameters(model, work.state)
-    assert sum(one.wire for one in sent) == data_step_bytes(held.every.here, held.root.here, zero)
+    assert sum(one.wire for one in sent) == data_step_bytes(held.every.unsharded, held.root.unsharded, zero)
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -107,12 +107,12 @@ def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero):
     """
     work, model = planned(Layout.of(data=4, zero=zero))
     plan, held = plan_memory(work, model), rank_parameters(model, work.state)
-    sizes = {"parameters": held.every.here, "gradient_bytes": 4, "optimizer_bytes": 12}
+    sizes = {"parameters": held.every.unsharded, "gradient_bytes": 4, "optimizer_bytes": 12}
     stated = values("memory", zero=zero, data=4, **sizes)
     total = values("zero", ranks=4, **sizes)[f"zero_{zero}"]
     assert stated["weights"] + stated["gradients"] + stated["optimizer"] == total
     last = held.root.trained * 4 if zero >= 2 else 0
-    gathered = held.root.here * 2 - stated["weights"] if zero == 3 else 0
+    gathered = held.root.unsharded * 2 - stated["weights"] if zero == 3 else 0
     assert plan.weights + plan.gathered + plan.gradients + plan.moments == total + last + gathered
 
 

@@ -80,7 +80,7 @@ def test_build_one_of_each_kind_plans_what_all_blocks_plan(name, layouts):
             work = Work(state, config.hidden_size, 64, 2, 4, compute=2, **how)
             held = assert_planned_alike(name, work, model, sample)
             assert held.every == rank_parameters(model, state).every
-            assert held.every.here + held.every.buffers == sum(p.numel() for p in model.parameters())
+            assert held.every.unsharded + held.every.buffers == sum(p.numel() for p in model.parameters())
 
 
 def test_adapters_are_planned_on_build_one_of_each_kind():

@@ -107,7 +107,7 @@ def test_a_module_with_the_asked_names_alone_is_planned(name, layout):
             model = stub.build(state=state)
         work = Work(state, 3, 6, 2, 4 // layout.data, fused=False)
         plan = plan_memory(work, model, samples=stub.batch(0), loss=stub.loss())
-        assert plan.moments == 2 * 4 * rank_parameters(model, state).every.trained_stored
+        assert plan.moments == 2 * 4 * rank_parameters(model, state).every.trained_sharded
         assert (plan.moments < plan.weights) == (name != "stub") and plan.activations > 0
 
 
@@ -125,7 +125,7 @@ def test_a_tied_embedding_is_summed_where_two_ranks_hold_it(layout, times):
 def test_a_scalar_is_planned_on_one_data_rank_and_refused_on_more():
     """A temperature, of which FSDP refuses to hold a part."""
     model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
-    assert rank_parameters(model, ParallelState.alone()).every.trained_stored == 1
+    assert rank_parameters(model, ParallelState.alone()).every.trained_sharded == 1
     state = ParallelState.stand_in(Layout.of(data=2))
     for refuses in (
         lambda: rank_parameters(model, state),

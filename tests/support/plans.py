@@ -57,8 +57,8 @@ def plan_of(case: Case, rank: int, *, sends: bool, holds: bool) -> RankPlan:
     if not holds:
         return RankPlan(traffic)
     memory, total = plan_memory(work, model), rank_parameters(model, model.state).every
-    trained = total.trained_stored
-    elements = total.stored + total.buffers, trained, 2 * trained
+    trained = total.trained_sharded
+    elements = total.sharded + total.buffers, trained, 2 * trained
     return RankPlan(traffic, memory.total + memory.host * case.memory.offload, elements)
 
 
