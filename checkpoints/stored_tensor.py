@@ -166,7 +166,7 @@ def _pieces(cuts: Sequence[GridCut], whole: Stretch, within: tuple[int, int]) ->
 
 
 def _number(cuts: Sequence[GridCut], rows: int) -> int:
-    """Return how many pieces that are not empty the cuts make of so many rows, which they cover."""
+    """Return the number of nonempty pieces that the cuts make of ``rows`` rows, which they cover."""
     if not cuts:
         return 1
     whole, rest = divmod(rows, cuts[0].rows)

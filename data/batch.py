@@ -100,5 +100,5 @@ def tokens_ahead(batch: Batch, blocks: int) -> Tensor:
 
 
 def _earlier(x_BS: Tensor, places: int, last: int) -> Tensor:
-    """Return rows whose numbers lie so many places earlier, with ``last`` at their ends."""
+    """Return rows shifted to the left by ``places``, with ``last`` at their ends."""
     return F.pad(x_BS[:, places:], (0, min(places, x_BS.shape[1])), value=last)

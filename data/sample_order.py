@@ -207,7 +207,7 @@ class SampleOrder(ABC):
         return sum(self._lengths)
 
     def described(self, steps: int) -> str:
-        """Return in words how many rows there are, and how often a run of so many steps takes each."""
+        """Return in words how many rows there are, and how often a run of ``steps`` steps takes each."""
         drawn, period = steps * self.global_batch, self._interleave.period
         pairs = zip(self._interleave.shares, self._lengths, strict=True)
         epochs = sorted(drawn * share / period / length for share, length in pairs)

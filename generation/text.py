@@ -99,9 +99,10 @@ class Continuation:
         # Decoded together with the prompt: some tokenizers leave out a space at the start of a text.
         self._seen = tokenizer.decode(self._ids)
         self._before = len(self._seen)
-        self._settled = 0  # so much of the text no further token changes
+        self._settled = 0  # the length of the text that no further token changes
         self._context, self._alone = self._ids, ""  # what new tokens are decoded with, and its settled text
-        self._open, self._whole = list[int](), 0  # the tokens behind it; so many of them end with a character
+        # The tokens behind it, and how many of them end with a whole character.
+        self._open, self._whole = list[int](), 0
         #: Where the first stop text begins, once one is complete.
         self.end: int | None = None
         self._said = 0

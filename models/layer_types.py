@@ -14,7 +14,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class LayerTypesConfig(LlamaConfig):
     """Llama's fields, the window, and which blocks have it; ``sliding_window`` null: none has."""
 
-    #: Unless ``layer_types`` says otherwise, every so many blocks one has no window.
+    #: Unless ``layer_types`` says otherwise, every how many blocks one has no window.
     PATTERN: ClassVar[int] = 2
     READ: ClassVar[frozenset[str]] = names("sliding_window_pattern")
 

@@ -18,7 +18,7 @@ from .llama import LLAMA_NAMES, LlamaConfig, PartialRotaryConfig, decoder
 from .qwen import SHARED_MIXTURE, Qwen3Config, SharedExpertConfig, qwen_mixture
 
 LINEAR, FULL = "linear_attention", "full_attention"
-#: Where a config does not list the types of its blocks: every so many blocks one has attention.
+#: Where a config does not list the types of its blocks: every how many blocks one has attention.
 _INTERVAL = "full_attention_interval"
 
 

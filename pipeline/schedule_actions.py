@@ -43,7 +43,7 @@ class _Order:
         self._waiting: list[Action] = []  # whose weights have no gradient yet
 
     def add(self, *steps: tuple[Kind, int | None], times: int = 1, paired: bool = False) -> None:
-        """Add actions, each a kind and a stage, so many times in a row; ``paired``: the first of them is.
+        """Add actions, each a kind and a stage, ``times`` in a row; ``paired``: whether the first of them is.
 
         ``W`` is the second part of the oldest backward that lacks it, of this stage or of any (``None``), if
         there is one.

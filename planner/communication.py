@@ -137,7 +137,7 @@ class _Sent:
         ]
 
     def add(self, axis: str, kind: str, what: str, count: int, size: int) -> None:
-        """Add so many collectives, to which a rank gives ``size`` bytes in all."""
+        """Add ``count`` collectives whose inputs have ``size`` bytes on a rank in all."""
         if count and group_of(self.layout, axis)[0] > 1:
             self._counts[axis, kind, what] += count
             self._sizes[axis, kind, what] += size
@@ -166,8 +166,8 @@ class _Sent:
                     self.add("pipeline", "send", "hidden states", rounds, size)
 
     def gathers(self, group: Group, count: int, apart: int, times: int = 1) -> None:
-        """Add FSDP's gathers of a group of parameters, a block or the rest, and those of its experts that
-        are gathered ``apart``; ``times``: of so many groups alike.
+        """Add FSDP's gathers of a group of parameters, and of its experts that are gathered ``apart``;
+        ``times``: the number of such groups.
         """
         for axis, padded, number in (("data", group.padded, count), ("expert data", group.apart, apart)):
             if padded:

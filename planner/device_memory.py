@@ -13,27 +13,27 @@ LESS_UNUSED = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 def unit_of(largest: float) -> tuple[str, float]:
-    """Return in what bytes are told of which so many are the most, and how many of them it is."""
+    """Return the unit in which to print bytes of which ``largest`` are the most, and its size in bytes."""
     return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
 
 
 def runtime_of(device: str) -> int:
-    """Return the bytes of a device that no tensor has: none on a CPU."""
+    """Return the bytes of a device that are no tensors': 0 on a CPU."""
     return RUNTIME if device == "cuda" else 0
 
 
 def usable(memory: float, headroom: float) -> int:
-    """Return the bytes that a rank may use of a device's, in a search and in a dry run alike."""
+    """Return the bytes of a device that a rank may use, the same in a search and in a dry run."""
     return int(memory * (1 - headroom))
 
 
 def reserved_bytes(allocated: int) -> int:
-    """Return what torch's caching allocator reserves for tensors of so many bytes, by ``FRAGMENTATION``."""
+    """Return the bytes that torch's allocator reserves for ``allocated`` ones, by ``FRAGMENTATION``."""
     return int(allocated / (1 - FRAGMENTATION))
 
 
 def reserved_words(reserved: int, memory: float | None) -> str:
-    """Return in one line what is reserved of a GPU with so much ``memory``, and what the figure rests on."""
+    """Return one line about the bytes reserved of a GPU's ``memory``, and what the figure rests on."""
     line = f"about {reserved / 1e9:,.1f} GB, if {FRAGMENTATION:.0%} of what torch's allocator takes is unused"
     if memory is None or reserved <= memory:
         return line

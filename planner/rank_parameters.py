@@ -53,7 +53,7 @@ class Group:
     last: int = 0
 
     def times(self, number: int) -> Group:
-        """Return the counts of so many groups like this one."""
+        """Return the counts of ``number`` groups like this one."""
         counts = [number * count for count in _counts(self)]
         return Group(*[*counts, self.largest, self.last])
 

@@ -28,8 +28,8 @@ def keys_of(change: Change) -> list[str]:
 
 
 def remedies(recipe: Recipe, total: Callable[[Recipe], int], room: int, *, most: int = 3) -> list[Remedy]:
-    """Return the changes that bring ``total``, the bytes of the heaviest rank of a recipe, down to ``room``,
-    at most so many: each alone, or else several together.
+    """Return the changes that bring ``total``, the bytes of the heaviest rank of a recipe, down to ``room``:
+    at most ``most``, each enough alone, or else several together.
 
     If no single change is enough, changes are added one after the other until they are enough; a change that
     does not lower the bytes is left out, and so is one that a recipe cannot have.

@@ -16,7 +16,7 @@ from .step_shape import Work
 
 
 class Alike(NamedTuple):
-    """State the piece of so many ``blocks`` that are alike, and the ``number`` of the first one.
+    """Describe equal blocks of a stage: how many (``blocks``), the ``number`` of the first, and their piece.
 
     ``mode``: of their activation checkpointing; ``reached``: whether a backward comes to them.
     """
@@ -81,10 +81,11 @@ class StageCost:
 
 
 class Run(NamedTuple):
-    """State so many blocks, alike, that follow each other; ``trace``: what each keeps under checkpointing.
+    """Describe consecutive equal blocks: how many (``number``), their piece, and its ``trace`` under the
+    recipe's activation checkpointing.
 
     ``block``: the number of one of them. ``ahead``: the bytes of the weights of the block before them, which
-    a backward of theirs gathers ahead.
+    their backward prefetches.
     """
 
     number: int

@@ -90,7 +90,7 @@ class Process:
         return self._pid
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit code, negative for a signal, or ``None`` if it still runs after so many seconds."""
+        """Return the exit code, negative for a signal, or ``None`` if it still runs after ``seconds``."""
         assert self.pid
         if self._code is None and select.select([self._life], [], [], seconds)[0]:
             self._code = self._next_fact()

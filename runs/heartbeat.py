@@ -28,7 +28,7 @@ _BEAT = 1.0
 #: How files begin in which a rank says whom it blames.
 BLAME = "blame-"
 #: A new step is written when it has lasted from one beat to the next, so that a hang is seen, or else every
-#: so many seconds; a new phase at once.
+#: ``_STEP_EVERY`` seconds; a new phase at once.
 _STEP_EVERY = 10.0
 _OF_A_RANK = re.compile(r"(collectives-|nccl-)?rank[0-9]+(\.json|\.tmp)?")
 

@@ -55,7 +55,7 @@ class Ledger(LiveBytes):
 
     def clear(self) -> None:
         """Begin a step: count collectives and operators from zero, and the peak from what is alive."""
-        #: Each change of a storage's bytes in the step, of which so many came before the peak.
+        #: Each change of a storage's bytes in the step, and how many of them came before the peak.
         self._changes = [(storage, storage.size) for _, storage in self._alive.values()]
         self.peak, self._before_peak = self.now, len(self._changes)
         self.collectives: list[Collective] = []

@@ -23,7 +23,7 @@ _CUT_SHORT = "The file is cut short: copy or download it again"
 
 
 def header_length(first: bytes, size: int, where: object) -> int:
-    """Return how many bytes of JSON follow the first 8; check the number before so many bytes are read."""
+    """Return how many bytes of JSON follow the first 8; check the number before they are read."""
     if hint := what_it_looks_like(first):
         raise BadInput(where, expected="a safetensors file", found=shown(first[:24]), todo=hint)
     actual = f"a file of {size} bytes"

@@ -76,7 +76,7 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
 def most_at_once() -> int:
     """Return the largest number of processes, or of threads that work, that a command starts here.
 
-    A larger number is a slip of the keyboard: starting so many would exhaust the machine.
+    A larger number is a typing error: that many would exhaust the machine.
     """
     return max(_ON_A_SMALL_MACHINE, _FOR_EACH_CORE * (os.cpu_count() or 1))
 

@@ -15,7 +15,7 @@ _SHARE, _MOST = 4, 8 << 30
 
 
 def read_ahead(folder: Path, readers: int) -> None:
-    """Let a thread ask for a folder's weights, from where each of so many readers begins, in equal stretches.
+    """Let a thread ask for a folder's weights, in ``readers`` equal stretches from where each reader begins.
 
     It is advice alone: what is wrong with a file, those who read it will see.
     """

@@ -61,7 +61,7 @@ def held_out_loss(step: Step, held_out: HeldOut) -> float:
 
 
 class Evaluation(Callback):
-    """Evaluate after every so many steps of the recipe's, and after the last one."""
+    """Evaluate every ``evaluation.every`` steps of a recipe, and after the last one."""
 
     def begin(self, trainer: Trainer, start: int) -> None:
         recipe, held_out = trainer.recipe, trainer.plan.held_out

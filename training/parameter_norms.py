@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class NormLog(Callback):
-    """Write ``norms.jsonl`` after every so many steps of the recipe's, and hand the same numbers to trackers.
+    """Write ``norms.jsonl`` every ``watch.norms`` steps of a recipe, and hand the same numbers to trackers.
 
-    Of each weight and gradient it is the 2-norm; if the recipe asks for it, of each block's output the root
-    mean square over a step's tokens, padded ones too. This is a mean, so a block that is computed twice to
-    save memory has the same number.
+    The 2-norms of each weight and each gradient; with ``watch.activation_norms`` also the root mean square of
+    each block's output over a step's tokens, padding included. As a mean it does not change where activation
+    checkpointing computes a block twice.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,8 @@ from .callbacks import Callback
 from .run_plan import Plan, RunPlan, check_run
 from .trainer import Trainer
 
-#: Given a recipe and the number of ranks that are left: the recipe in a layout of at most so many ranks, and
-#: a line that says which layout this is and why. ``trilith.planner.search.fit`` is one.
+#: Takes a recipe and the number of ranks that are left. Returns the recipe in a layout of at most that many
+#: ranks, and a line that names the layout and the reason. ``trilith.planner.search.fit`` is one.
 Fit = Callable[[Recipe, int], tuple[Recipe, str]]
 
 

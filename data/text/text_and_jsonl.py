@@ -23,7 +23,7 @@ from .tokenizer_loading import LARGEST_TEXT
 #: No document has more bytes, for none may have more characters than are tokenized at once.
 LARGEST_DOCUMENT = 4 * LARGEST_TEXT
 
-#: A file that unpacks to more than so many times its size, and more than so many bytes, is not text.
+#: A file is not text if it unpacks to more than this many times its size, and to more than this many bytes.
 #: Gzip reaches at most 1032 times.
 MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
 

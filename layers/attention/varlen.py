@@ -48,7 +48,7 @@ def sequences_of(
     """Return the sequences of ``batch`` rows of ``length`` tokens; a document starts where its position is 0.
 
     ``positions_BS``: B may be 1 for rows that are alike; ``None``: each row is one document. If only an
-    accelerator has them this waits for it: the kernel is started for so many documents, and so long ones.
+    accelerator has them this waits for it: the kernel takes the number of documents and the longest.
     """
     _load_kernel()
     starts = torch.zeros(batch, length, dtype=torch.bool)

@@ -12,9 +12,9 @@ from ..host_numbers import on_host
 
 
 def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state: ParallelState) -> Tensor:
-    """Count the tokens so far of the document of each token, (B, S) int64.
+    """Return, for each token, how many tokens of its document there are up to it, (B, S) int64.
 
-    ``places_S``: where the tokens stand in rows of so many ``tokens``. Over several context ranks the call is
+    ``places_S``: where the tokens stand in rows of ``tokens`` tokens. Over several context ranks the call is
     collective: they tell each other their positions.
     """
     starts_BS = places_S - positions_BS
@@ -49,7 +49,7 @@ def visible_tokens(first_BS: Tensor, keys: int) -> Tensor:
 
 
 def exceeds(window: int | None, tokens: int) -> bool:
-    """Return whether a row of so many tokens is longer than the window, so that the window hides some."""
+    """Tell whether a row of ``tokens`` tokens is longer than the window, so that the window hides some."""
     return window is not None and tokens > window
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ...parallel_state.engine import accelerator
 
-#: Torch's kernel needs rows of both matrices that are a multiple of so many bytes.
+#: Torch's kernel needs rows of both matrices that are a multiple of this many bytes.
 _ALIGNED_BYTES = 16
 
 

@@ -68,7 +68,7 @@ class Rule:
 
     ``groups``: the config's attribute that counts equal pieces of each of ours, which take turns in the
     stored tensor (Megatron's ``linear_qkv``: for each key/value head its queries, its key, its value).
-    ``parts``: each of ours holds so many equal ones, one after the other, which take turns as if each had a
+    ``parts``: how many equal parts each of ours has, one after the other, which take turns as if each had a
     name (GPT-2's ``c_attn``). ``transpose``: the stored matrix is the transpose of ours. ``interleaved``: the
     config's attribute that counts the heads whose rows we store as two halves, and the stored tensor as pairs
     (rotary embeddings over neighbours). ``padded``: the stored tensor may have more rows, which are left out.

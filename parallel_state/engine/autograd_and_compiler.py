@@ -113,7 +113,7 @@ def _runs(function: Any) -> bool:
 
 
 def allow_graphs(count: int) -> None:
-    """Let ``torch.compile`` make so many graphs of one function; beyond 8 it would give up."""
+    """Let ``torch.compile`` make ``count`` graphs of one function; by default it gives up after 8."""
     config: Any = importlib.import_module("torch._dynamo.config")
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)

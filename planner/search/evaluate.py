@@ -195,7 +195,7 @@ class Evaluator:
 
     @remembered
     def _stage_timer(self, cut: tuple[int, int, int, bool, bool], world: int, compiled: bool) -> StageTimer:
-        """Return what times the stages of layouts of so many ranks that cut a block so."""
+        """Return the timer of stages of layouts with ``world`` ranks and this cut of a block."""
         tensor, context, expert, sequence, ring = cut
         data = world // (tensor * context)
         layout = Layout(
@@ -271,9 +271,7 @@ class Evaluator:
 
 @lru_cache(maxsize=2**14)
 def _plain(layout: Layout, pipeline: int = 0) -> Layout:
-    """Return the layout with data ranks that share nothing; ``pipeline``: with so many pipeline ranks of one
-    stage each.
-    """
+    """Return the layout without ZeRO; with ``pipeline`` also with that many ranks, of one stage each."""
     plain = replace(layout, zero=0, data_shard=1, data_replicate=layout.data)
     if not pipeline:
         return plain

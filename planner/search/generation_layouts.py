@@ -1,4 +1,4 @@
-"""List the layouts of ``trilith generate`` on so many GPUs: what a rank holds, and how many rows fit.
+"""List the layouts of ``trilith generate`` on some GPUs: what a rank holds, and how many rows fit.
 
 A rank holds weights, the cache of keys and values, and what reading the prompts takes. Both are traced: a
 forward of one block of each kind with a cache, without a backward after it. Prompts of different lengths need

@@ -139,11 +139,11 @@ class Groups:
 
 @contextmanager
 def opened_groups(request: Request, cuts: Sequence[Cut], processes: int) -> Iterator[list[Iterator[Opened]]]:
-    """Yield what opening the groups of the cuts shows, those of each of so many processes by themselves; of
-    fewer where the cuts are few. The processes run ahead, and end with the block.
+    """Open the groups of the cuts in up to ``processes`` processes, and yield an iterator over the results of
+    each. The processes run ahead of who iterates, and end with the block.
 
-    Cuts of which one is shown, and those whose blocks are cut alike and traced once, are of one process. So
-    what opening a group shows depends on no other process.
+    Cuts of which one is shown, and cuts whose blocks are traced once for all of them, go to one process, so
+    that no result depends on another process.
     """
     by_axes: dict[object, list[Cut]] = {}
     for cut in cuts:

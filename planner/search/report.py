@@ -46,7 +46,7 @@ def asked(request: Request) -> str:
 
 
 def machine_of(request: Request, gpus: int) -> str:
-    """Return the kind of GPU, and the links of so many of them."""
+    """Return in words the kind of GPU, and the links between ``gpus`` of them."""
     machine = request.machine
     if gpus == 1:
         return machine.name

@@ -113,7 +113,7 @@ class Span(NamedTuple):
 
 
 def rank_step(schedule: str, layout: Layout, micro_batches: int, time: StepTime) -> list[Span]:
-    """Return what the busiest pipeline rank does in a step of so many micro-batches, in order, without gaps.
+    """Return what the busiest pipeline rank does in a step, in order and without gaps.
 
     Inside an action the parts follow each other in the order of ``PARTS``; in truth the exchanges of an
     action lie between its products. What the rank waits for is ``bubble``: other ranks, and messages that

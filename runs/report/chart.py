@@ -25,7 +25,7 @@ DASHES = ((1, 0), (7, 4), (2, 4), (10, 4, 2, 4), (14, 5), (1, 3, 6, 3))
 
 
 def new_figure(height: float, *, width: float = 8) -> tuple[Any, Any]:
-    """Return a figure of so many inches, and its axes."""
+    """Return a figure, whose size is in inches, and its axes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -114,7 +114,7 @@ _KIND = {
     **dict.fromkeys(("APPENDS", "SETITEM", "SETITEMS"), _FILL),
     **{"PROTO": _PROTO, "FRAME": _FRAME, "GLOBAL": _NAME, "MARK": _MARK, "STOP": _STOP},
 }
-#: Opcodes that take so many objects; others of their kinds take all above the mark, or one.
+#: How many objects these opcodes take; others of their kinds take all above the mark, or one.
 _TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2}
 #: Bytes of the number before an argument that states its length, by ``pickletools``' sign for it.
 _LENGTH = {-2: 1, -3: 4, -4: 4, -5: 8}
@@ -149,7 +149,7 @@ def read_records(
     may answer for more names than it lists. ``persistent`` makes what stands for a persistent id (torch's
     storages). ``BadInput`` names ``where`` and what was found there: another name, an opcode that no writer
     of tensors uses, more ``opcodes`` (each makes at most one object of some 100 bytes), more objects that are
-    not yet part of another one (``waiting``), more containers than torch makes of so many bytes, or damage.
+    not yet part of another one (``waiting``), more containers than torch makes for such a file, or damage.
     Shared and cyclic lists stay shared, so a caller that walks the result must count its steps.
     """
     try:
