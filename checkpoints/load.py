@@ -195,13 +195,13 @@ def _check_same(source: Source, described: Described) -> None:
 
 
 def _check_same_fields(
-    source: Source, prefix: str, mine: BaseModel, stored: BaseModel, free: str, *, todo: str
+    source: Source, prefix: str, current: BaseModel, stored: BaseModel, free: str, *, todo: str
 ) -> None:
     """Refuse a config in which a field other than ``free`` differs."""
-    for key in type(mine).model_fields:
-        expected, actual = getattr(mine, key), getattr(stored, key)
+    for key in type(current).model_fields:
+        expected, actual = getattr(current, key), getattr(stored, key)
         if expected != actual and key != free:
-            expected, actual = ("null" if each is None else each for each in (expected, actual))
+            expected, actual = ("null" if field is None else field for field in (expected, actual))
             raise BadCheckpoint(source.path, prefix + key, expected=expected, found=actual, todo=todo)
 
 

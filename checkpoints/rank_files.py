@@ -169,7 +169,7 @@ class CheckpointFile(TensorFile):
         present = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
         if (difference := first_difference(promised, present)) is not None:
             name, *both = difference
-            expected, actual = ("no such tensor" if each is None else each for each in both)
+            expected, actual = ("no such tensor" if x is None else x for x in both)
             raise damaged(path, shown(name), expected=expected, found=actual)
         return file
 

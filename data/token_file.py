@@ -155,7 +155,7 @@ def publish_tokens(
         file.flush()
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    checksums = b"".join(each.sums().tobytes() for each in hashes)
+    checksums = b"".join(file_hashes.sums().tobytes() for file_hashes in hashes)
     with new_file(folder / "sums") as file:
         file.write(checksums)
     index = TokenIndex(

@@ -57,9 +57,9 @@ def on_rank_0(work: Callable[[], T], state: ParallelState) -> T | None:
     return all_succeed(lambda: None if state.rank else work(), state)
 
 
-def rank_at_fault(error: Exception, *, here: int) -> int:
+def rank_at_fault(error: Exception, *, default: int) -> int:
     """Return the rank whose work raised this error: the one that ``together`` names, or else this one."""
-    rank: int = vars(error).get(_FAILED_RANK, here)
+    rank: int = vars(error).get(_FAILED_RANK, default)
     return rank
 
 

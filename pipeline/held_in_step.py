@@ -81,9 +81,9 @@ class HeldInStep:
         rows, instants = self._rows, list[Instant]()
         nbytes = rows.counts @ self._weights
         with_all = dict[tuple[Kind, int], float]()
-        for (kind, stage, absent), part in rows.of.items():
+        for (kind, stage, absent), part in rows.slices.items():
             number = part.start + int(nbytes[part].argmax())
-            *_, messages, late = rows.each[number]
+            *_, messages, late = rows.rows[number]
             size = float(nbytes[number])
             instants.append(Instant(kind, stage, size, messages + self._further * late, absent))
             if not absent:
@@ -124,9 +124,9 @@ class _Rows(NamedTuple):
     of each stage; and how many messages the rank sends for a micro-batch.
     """
 
-    each: list[_Row]
+    rows: list[_Row]
     counts: NDArray[np.float64]
-    of: dict[_Key, slice]
+    slices: dict[_Key, slice]
     last: list[tuple[_Key, _Row]]
     sends: int
 

@@ -133,7 +133,7 @@ def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = rank_at_fault(error, here=beat.rank) == beat.rank
+        cause = rank_at_fault(error, default=beat.rank) == beat.rank
         if cause and not hasattr(error, "exit_code") and is_out_of_memory(error):
             text = f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"
             error = MachineFailed(text)

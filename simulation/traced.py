@@ -99,8 +99,8 @@ def trace(
             if in_two:
                 # The graph of what follows keeps that of the piece.
                 follows = [x.grad_fn for x in outputs] if in_two == "followed" else []
-                groups, left, peaks = _first_part(recorder, outputs, inputs, weights, sizes["kept"])
-                sizes |= left
+                groups, sizes_left, peaks = _first_part(recorder, outputs, inputs, weights, sizes["kept"])
+                sizes |= sizes_left
                 instants |= peaks
                 if follows:
                     sizes["freed"], peaks = _second_part(recorder, weights, groups)
@@ -113,9 +113,9 @@ def trace(
                 outputs.clear()
                 total.backward()
                 del total
-                weights_by_owner = parameters, others, of_apart
-                left, peaks = _in_backward(recorder, start, sizes["kept"], *weights_by_owner, summed, runs)
-                sizes |= left
+                owned = parameters, others, of_apart
+                sizes_left, peaks = _in_backward(recorder, start, sizes["kept"], *owned, summed, runs)
+                sizes |= sizes_left
                 instants |= peaks
     for hook in hooks:
         hook.remove()

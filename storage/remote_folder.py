@@ -174,7 +174,7 @@ _DIGEST = 32
 _in_use: dict[Path, Hold] = {}
 
 
-def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
+def fetched(url: str, needed: Callable[[str], bool]) -> Path:
     """Return a local folder with the wanted files of the folder at ``url``; subfolders are left out.
 
     The size of each file is compared with its size at the URL. The folder stays until this process ends.
@@ -182,7 +182,7 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
     or if all of them are larger than the cache may be, and ``RemoteFailed``.
     """
     folder = RemoteFolder(url)
-    files = {name: version for name, version in folder.versions().items() if wanted(name)}
+    files = {name: version for name, version in folder.versions().items() if needed(name)}
     require(files, url, None, "a folder with files to read", "none")
     version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:_DIGEST]
     target = cache_folder() / version / folder.url.rpartition("/")[2]

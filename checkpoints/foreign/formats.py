@@ -102,10 +102,10 @@ def refuse_unknown(path: Path, *, of_others: bool) -> None:
         path.iterdir(), key=lambda child: ([*map(int, re.findall(r"\d+", child.name))], child.name)
     )
     parameters = path if path.name == "zero" else path / "zero"
-    if any(file.name == "fp32.pt" for each in _entries(parameters) for file in _entries(each)):
+    if any(file.name == "fp32.pt" for folder in _entries(parameters) for file in _entries(folder)):
         todo = "zero_to_fp32.py beside the checkpoint that it was made of writes weights: convert those"
         raise BadInput(path, expected=EXPECTED, found="a universal checkpoint of DeepSpeed's", todo=todo)
-    if any(_OF_DEEPSPEED.fullmatch(file.name) for each in (path, *children) for file in _entries(each)):
+    if any(_OF_DEEPSPEED.fullmatch(file.name) for folder in (path, *children) for file in _entries(folder)):
         todo = "DeepSpeed's zero_to_fp32.py in that folder writes its weights: convert what it writes"
         raise BadInput(path, expected=EXPECTED, found="a checkpoint of DeepSpeed's", todo=todo)
     for child in reversed(children):

@@ -166,18 +166,18 @@ def links_of(
     ``prefix``, if they are known; the links then fit these shapes, or ``BadInput`` names ``where``.
     """
     for numbers in _numbers(rule, block, kind, ours):
-        mine: list[Numbered] = [_numbered(name + kind, numbers, config) for name in rule.our_names]
-        if any(name not in ours for name, _ in mine):
+        numbered: list[Numbered] = [_numbered(name + kind, numbers, config) for name in rule.our_names]
+        if any(name not in ours for name, _ in numbered):
             continue
         others: list[Numbered] = [
             _numbered(prefix + name + kind, numbers, config) for name in rule.stored_names
         ]
         if rule.copy:  # the whole tensor, again in each block
-            mine, others = [(name, ()) for name, _ in mine], [(name, ()) for name, _ in others]
+            numbered, others = [(name, ()) for name, _ in numbered], [(name, ()) for name, _ in others]
         if stored is not None and any(name not in stored for name, _ in others):
             continue
-        if not (mine[1:] or others[1:] or rule.groups or rule.interleaved or rule.parts > 1):
-            ((own, own_index),), ((name, index),) = mine, others
+        if not (numbered[1:] or others[1:] or rule.groups or rule.interleaved or rule.parts > 1):
+            ((own, own_index),), ((name, index),) = numbered, others
             box = Box.whole(ours[own][len(own_index) :])
             stored_shape = box.stop[::-1] if rule.transpose else box.stop
             if stored is None or stored[name][len(index) :] == stored_shape:
@@ -185,7 +185,7 @@ def links_of(
                 yield Link(own, _stacked(piece, own_index) if own_index else piece, rule.copy)
                 continue
         groups = int(getattr(config, rule.groups)) if rule.groups else 1
-        laid_out, joint = _laid_out(rule, mine, ours, groups, config)
+        laid_out, joint = _laid_out(rule, numbered, ours, groups, config)
         if stored is None:
             if others[1:]:
                 expected, todo = "one foreign name", "A rule with several can be read only"
@@ -194,10 +194,10 @@ def links_of(
         else:
             shapes = [stored[name][len(index) :] for name, index in others]
             shapes = [shape[::-1] for shape in shapes] if rule.transpose else shapes
-            if not _fit(rule, [ours[name][len(index) :] for name, index in mine], shapes, groups):
+            if not _fit(rule, [ours[name][len(index) :] for name, index in numbered], shapes, groups):
                 raise BadInput(
                     where, others[0][0],
-                    expected=" and ".join(f"{name} {[*ours[name]]}" for name, _ in mine),
+                    expected=" and ".join(f"{name} {[*ours[name]]}" for name, _ in numbered),
                     found=" and ".join(f"{[*stored[name]]}" for name, _ in others),
                     todo="The config and the weights are not of one model, or --names is the wrong table",
                 )  # fmt: skip
@@ -220,12 +220,12 @@ def _source(rule: Rule, box: Box, name: str, index: Shape) -> Piece[str]:
 
 
 def _laid_out(
-    rule: Rule, mine: Sequence[Numbered], ours: Mapping[str, Shape], groups: int, config: object
+    rule: Rule, numbered: Sequence[Numbered], ours: Mapping[str, Shape], groups: int, config: object
 ) -> tuple[list[tuple[str, Piece[str]]], Shape]:
     """Return where our tensors lie in the joint one, in the order in which they take turns; and its shape."""
     laid_out: list[tuple[str, Piece[str]]] = []
     at, shape = 0, Shape()
-    for group, (name, index), part in product(range(groups), mine, range(rule.parts)):
+    for group, (name, index), part in product(range(groups), numbered, range(rule.parts)):
         shape = ours[name][len(index) :]
         box = Box.whole(shape)
         rows = _rows(shape, rule.dim) // rule.parts // groups
@@ -261,8 +261,8 @@ def _fit(rule: Rule, ours: Sequence[Shape], stored: Sequence[Shape], groups: int
     """Tell whether the tensors of both sides differ in ``dim`` alone, and have as many rows in all."""
     other_sizes = {shape[: rule.dim] + shape[rule.dim + 1 :] for shape in (*ours, *stored)}
     uneven = any(shape and shape[rule.dim] % (groups * rule.parts) for shape in ours)
-    mine, others = (sum(_rows(shape, rule.dim) for shape in side) for side in (ours, stored))
-    return len(other_sizes) == 1 and not uneven and (mine == others or (mine < others and rule.padded))
+    rows, others = (sum(_rows(shape, rule.dim) for shape in side) for side in (ours, stored))
+    return len(other_sizes) == 1 and not uneven and (rows == others or (rows < others and rule.padded))
 
 
 def _rows(shape: Shape, dim: int) -> int:

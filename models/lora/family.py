@@ -153,7 +153,7 @@ class AdaptedFamily(Family):
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
         all_sites, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
         ends = ", ".join(sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks}))
-        of_stacks = f"ends of names such as {ends}" if stacks else "none: no experts that take adapters"
+        of_stacks = f"ends of names such as {ends}" if stacks else "none: no stack of experts takes adapters"
         of_linears = f"ends of names such as {leaves(all_sites)}"
         for key, among, expected in (
             ("target_parameters", stacks, of_stacks),

@@ -119,8 +119,8 @@ class Judge:
     def _wrong_number(self, key: str, step: int) -> tuple[float, str] | None:
         """Return how far the first rank is off whose number of this step differs, and what it has."""
         expected = getattr(self.alone.run, key)[step]
-        for rank, each in enumerate(self.ranks):
-            value = getattr(each.run, key)[step]
+        for rank, trial_rank in enumerate(self.ranks):
+            value = getattr(trial_rank.run, key)[step]
             off = abs(value - expected) / max(abs(expected), 1e-300)
             if not off <= self.tolerance:
                 return off, f"rank {rank} is {value:.10g}, and {expected:.10g} on one process"

@@ -118,7 +118,7 @@ def test_a_part_that_fails_is_a_row_and_the_others_still_run(tmp_path, monkeypat
 
 
 def test_what_would_begin_after_the_time_is_left_out(monkeypatch):
-    row = run_module._measured(Case("mfu", "late", fine), left=1.0, minutes=3.0)
+    row = run_module._measured(Case("mfu", "late", fine), seconds_left=1.0, minutes=3.0)
     assert row.status == "left out" and "--minutes" in row.note and "--only mfu" in row.note
 
 
@@ -211,7 +211,7 @@ def strict(**options):
 
 def test_a_layout_beyond_its_bound_differs():
     case = Case("parity", "one process", strict, {"layout": {}, "device": "cpu"})
-    row = run_module._measured(case, left=100.0, minutes=10.0)
+    row = run_module._measured(case, seconds_left=100.0, minutes=10.0)
     assert row.status == "differs" and "fp64 -1" in row.note
 
 

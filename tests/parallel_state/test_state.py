@@ -178,7 +178,7 @@ def outcome_of(failing):
     try:
         return str(together(work, state)), "", -1
     except Exception as error:
-        return type(error).__name__, str(error), rank_at_fault(error, here=rank)
+        return type(error).__name__, str(error), rank_at_fault(error, default=rank)
 
 
 def test_all_have_the_results_or_the_error_of_the_lowest_rank():
