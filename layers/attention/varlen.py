@@ -68,7 +68,6 @@ def varlen_attention(
     batch, width = q_BHSE.shape[0], v_BKSE.shape[-1]
     # Tokens before heads, as products leave them: these are views.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q_BHSE, k_BKSE, widened(v_BKSE, q_BHSE)))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     before = -1 if sequences.window is None else sequences.window - 1
     starts, longest = sequences.starts, sequences.longest
     assert _kernel is not None, "sequences come first"
