@@ -1,4 +1,6 @@
-"""Cut groups of neighbouring heads that share something, such as a key/value head."""
+"""Cut groups of neighbouring heads that share something, such as a key/value head (grouped-query attention,
+GQA). With more tensor ranks than key/value heads, a head is repeated on each rank that has queries of it.
+"""
 
 import torch
 from torch import Tensor

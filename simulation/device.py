@@ -2,8 +2,8 @@
 
 A tensor on the device has a shape and no numbers (torch's ``FakeTensor``); tensors on the host are real. Then
 mixing both is an error, and where the host asks the device for a number, somebody must say which: each such
-place is a ``Wait``, with its reason. To large tensors of the host, which offload keeps there, nothing is
-written: the pages of memory that nobody writes to are none, and read as zeros.
+place is a ``Wait``, with its reason. Large tensors of the host, which offload keeps there, are never written
+to: memory that nobody has written to reads as zeros, and takes no page of the real machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .live_bytes import DEVICE, device_of
 from .operators import facts_of
 from .waits import Kind, Locals, Wait, Waits, waiting_place
 
-#: Numbers of a tensor of the host to which nothing is written: it has pages of memory of its own.
+#: From so many elements on, a tensor of the host is never written to. Its memory shares no page with others.
 LARGE = 2**24
-#: One for the process, as is the device: a tensor that is remembered there has no other.
+#: One for the process, as is the device: torch refuses to mix fake tensors of two modes.
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 

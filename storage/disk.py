@@ -136,7 +136,7 @@ class FileLock:
         ``OSError`` for a pipe or a device of that name.
         """
         while True:
-            # O_NONBLOCK: a pipe of that name cannot make us wait.
+            # O_NONBLOCK: opening a device of that name, such as a serial line, cannot make us wait.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             lock = cls(path, os.open(path, flags, 0o666))
             try:

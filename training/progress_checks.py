@@ -1,5 +1,5 @@
-"""State what a run's checkpoints have in common and what fixes its numbers, the order of samples and the
-user's own code, and refuse a checkpoint or a rank of another run.
+"""State what all checkpoints of a run share, and what identifies the run: the order of its samples and the
+user's own code. Refuse to resume from a checkpoint, or to start with a rank, whose identity differs.
 """
 
 from collections.abc import Callable, Mapping

@@ -125,7 +125,7 @@ def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
     shards: dict[str, str] = {}  # lower case -> as written
     for name, shard in value.items():
         if isinstance(shard, str) and shards.get(shard.lower()) == shard:
-            continue
+            continue  # checked for another tensor; an index may have 100,000 of them
         shard = check_plain_name(shard, where, f"weight_map {shown(name)}")
         key = f"weight_map {shown(name)}"
         todo = f"An index of safetensors is called {INDEX}, one of pickled weights {OLD_INDEX}"

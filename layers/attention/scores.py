@@ -1,4 +1,4 @@
-"""Change attention's scores: a scale, a soft cap, linear biases (ALiBi), and sinks.
+"""Change attention's scores: a scale, a soft cap (``attn_logit_softcapping``), linear biases (ALiBi), sinks.
 
 With ALiBi a score falls with the distance of its key, by a slope of the head. A sink is one more score of
 each head, learnt, that takes a share of the softmax and has no value.

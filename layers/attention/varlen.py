@@ -15,7 +15,8 @@ from torch import Tensor
 from ..host_numbers import on_host
 from .blockwise import widened
 
-#: Torch's function. Its import takes half a second, and comes before the blocks, which may be compiled.
+#: Torch's ``varlen_attn``. The import takes half a second, so it waits until the function is needed, but not
+#: until a block runs: a compiled block cannot import.
 _kernel: Callable[..., Any] | None = None
 
 
@@ -66,9 +67,8 @@ def varlen_attention(
 ) -> Tensor:
     """Compute causal attention inside each of the sequences: (B, H, S, E), or as wide as ``v``."""
     batch, width = q_BHSE.shape[0], v_BKSE.shape[-1]
-    # Tokens before heads, as products leave them: these are views.
+    # (B S, heads, E): the projections return tokens before heads, so that q and k are views.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q_BHSE, k_BKSE, widened(v_BKSE, q_BHSE)))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     before = -1 if sequences.window is None else sequences.window - 1
     starts, longest = sequences.starts, sequences.longest
     assert _kernel is not None, "sequences come first"

@@ -46,11 +46,11 @@ class Runs:
         """
         if self.in_row == 1 or count == 0:
             return None
-        number = own_chunks(self.state.context.index, self.state.context.size)
+        chunks = own_chunks(self.state.context.index, self.state.context.size)
         # A run that is shorter is sent whole; then the tokens come from several runs.
         ends = _in_order(x_RLC[:, -count:].unflatten(0, (-1, 2)), self.state)
         none = x_RLC.new_zeros(len(ends[0]), count, x_RLC.shape[-1])
-        before = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in number]
+        before = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in chunks]
         return torch.stack(before, dim=1).flatten(0, 1)
 
     def states(

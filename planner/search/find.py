@@ -110,12 +110,12 @@ def _search(
     slower = outcome.legal - outcome.settled
     ordered = simplest_first(outcome.best)
     outcome.best = ordered[:shown]
-    for than, layouts in (
+    for text, layouts in (
         ("or hardly faster than simpler layouts, which are shown", len(ordered[shown:])),
         ("than the best, by a lower bound of their time", slower),
     ):
         if layouts:
-            outcome.tally.add(Reason("slower", than, layouts, ""))
+            outcome.tally.add(Reason("slower", text, layouts, ""))
     return bool(outcome.best)
 
 

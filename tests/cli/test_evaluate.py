@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
+from trilith.training import evaluation
 from trilith.training.run_data import open_held_out
 
 
@@ -79,8 +81,11 @@ def test_a_hugging_face_folder_has_the_loss_of_its_run_and_adapters_change_it(pl
     own = figures(capfd, place / "run", place / "held-out", *ROWS)
     assert figures(capfd, place / "hf", place / "held-out", *ROWS) == own
     write_adapter(place / "adapter", place / "hf")
-    adapted = figures(capfd, place / "hf", place / "held-out", *ROWS, "--adapter", place / "adapter")
+    more = ("--adapter", place / "adapter", "--batch", "3")
+    with mock.patch.object(evaluation, "Step", wraps=evaluation.Step) as step:
+        adapted = figures(capfd, place / "hf", place / "held-out", *ROWS, *more)
     assert adapted["loss"] != own["loss"] and adapted["rows"] == 7
+    assert step.call_args.kwargs["micro_batch"] == 3
 
 
 def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(place, capfd):
@@ -92,6 +97,12 @@ def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(pla
     assert printed == f"loss {own['loss']:.4f}  perplexity {own['perplexity']:.4g}  over {counts}\n"
 
 
+def test_the_exit_code_is_that_of_the_ranks(place, monkeypatch):
+    monkeypatch.setattr(command, "launch", lambda words, world, status: 3)
+    words = ["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu", "--tensor", "2"]
+    assert run(words) == 3
+
+
 def test_rows_are_as_long_as_in_the_run_unless_asked_otherwise(place, capfd):
     words = (place / "held-out", *ROWS[2:])
     own = figures(capfd, place / "run", *words)
@@ -99,12 +110,14 @@ def test_rows_are_as_long_as_in_the_run_unless_asked_otherwise(place, capfd):
     assert figures(capfd, place / "run", *words, "--sequence-length", "8")["sequence_length"] == 8
 
 
-def test_a_loss_that_is_no_number_is_refused(place, capfd):
+def test_a_loss_that_is_no_number_is_refused_and_one_without_a_perplexity_is_printed(place, capfd):
     shutil.copytree(place / "hf", place / "large")
     (file,) = (place / "large").glob("*.safetensors")
     save_file({name: 1e3 * weight for name, weight in load_file(file).items()}, file)
-    assert run(["evaluate", str(place / "large"), str(place / "held-out"), *ROWS[:4], "--dtype", "fp16"]) == 2
+    asked = ["evaluate", str(place / "large"), str(place / "held-out"), *ROWS[:4], "--device", "cpu"]
+    assert run([*asked, "--dtype", "fp16"]) == 2
     assert "evaluate: loss: expected a finite number, found nan. Its numbers" in capfd.readouterr().err
+    assert run(asked) == 0 and "  perplexity inf  over" in capfd.readouterr().out
 
 
 def test_padding_is_no_part_of_a_sample_where_its_length_changes_the_rotation(tmp_path, capfd):

@@ -93,13 +93,19 @@ def test_each_keeps_fewer_bytes_alive_than_the_one_before():
     assert (selective - full) / 4 == 64 * 4 * (2 * 112 + 2 * 32 + 32 + 4 + 32)
 
 
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("deepseek_v3", {"attention.q_up", "attention.kv_up", "mlp.experts", "mlp.shared.down"}),
+        ("gpt2", {"mlp.down"}),
+    ],
+)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_layers_say_whose_products_are_computed_again(tensor):
-    family, state = family_of(MODELS["deepseek_v3"]), ParallelState.stand_in(Layout.of(tensor=tensor), 0)
-    model = family.build(family.from_hf(MODELS["deepseek_v3"]), state=state, device="meta")
+def test_layers_say_whose_products_are_computed_again(tensor, name, again):
+    family, state = family_of(MODELS[name]), ParallelState.stand_in(Layout.of(tensor=tensor), 0)
+    model = family.build(family.from_hf(MODELS[name]), state=state, device="meta")
     *_, block = model.layers.values()
     marked = {name for name, module in block.named_modules() if getattr(module, "recomputed", False)}
-    again = {"attention.q_up", "attention.kv_up", "mlp.experts", "mlp.shared.down"}
     assert marked - {"attention.out"} == again and ("attention.out" in marked) == (tensor > 1)
 
 

@@ -78,6 +78,17 @@ def test_every_layout_is_accounted_for(result):
     assert counted + len(result.best) == result.legal == result.settled
 
 
+def test_a_search_with_offload_counts_no_illegal_layout_again():
+    sizes = {"sequence_length": 64, "global_batch": 8}
+    without, offloaded = (
+        find_layouts(read_request("smollm2-135m", replace(MACHINE, memory=memory), 2, **sizes))
+        for memory in (8e9, 4e9)
+    )
+    assert offloaded.best[0].choice.offload and not without.best[0].choice.offload
+    for kind in ("not legal", "not tried"):
+        assert offloaded.tally.count(kind) == without.tally.count(kind) > 0
+
+
 def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(result):
     refused = [one for one in result.tally if one.kind == "not legal"]
     assert refused
