@@ -125,8 +125,8 @@ def plan_to_sharded(
         transfers = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(transfers[part.box])
-        dtype = transfers[parts[0].box].dtype
-        stored[name] = StoredTensor(dtype=dtype, shape=whole.shape, parts=tuple(parts))
+        stored_as = transfers[parts[0].box].dtype
+        stored[name] = StoredTensor(dtype=stored_as, shape=whole.shape, parts=tuple(parts))
     files = {file_name(rank, layout): tuple(of_rank) for rank, of_rank in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
 

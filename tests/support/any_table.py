@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import trilith
@@ -55,7 +56,7 @@ def line(text: str) -> str:
         return "its ranks did not finish two steps in time"
     if "config here is not tiny" in text or "config.json: expected what transformers' " in text:
         return "no test has tried it: none knows a tiny config of it"
-    return text.partition("\n")[0].removeprefix("failed: ")[:200]
+    return shorten(text.partition("\n")[0].removeprefix("failed: "), 200, placeholder=" ...")
 
 
 def cause(text: str) -> str:
