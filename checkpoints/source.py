@@ -31,7 +31,7 @@ from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .model_tensors import Repeated, hf_shapes, model_moments, model_tensors
+from .model_tensors import Repeated, model_moments, model_tensors, own_names
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
@@ -135,7 +135,7 @@ class Source:
             for name, pieces in names.items():
                 of_moment = [replace(piece, stored=moment_name(moment, piece.stored)) for piece in pieces]
                 tables[moment_name(moment, name)] = of_moment
-        return renamed(self.catalog, tables)
+        return renamed(self.catalog, tables, self.path)
 
     @property
     def stored_files(self) -> list[TensorFile]:
@@ -257,7 +257,7 @@ def _foreign(
     raw = implemented_by(read_json(where / CONFIG if where.is_dir() else where), by)
     described = Described.of(raw, where)
     check_stated(checkpoint, described.config, where)
-    table = choose_table(checkpoint, names, hf_shapes(described))
+    table = choose_table(checkpoint, names, own_names(described))
     catalog, repeated, pieces = model_tensors(path, checkpoint.tensors, described, table)
     for pair in repeated:
         pair.check(path)

@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from forms import CONFIG, WEIGHTS, made_once, save, titan_name
 from megatron_by_hand import unpacked
 from safetensors.torch import load_file, save_file
+from support.any_model import tiny
 from support.configs import MODELS
+from support.families import transformers_model
 from support.folders import bytes_read
 from support.kills import Work, killed_work
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
@@ -70,6 +72,18 @@ def with_output_layer(form):
     return give
 
 
+def state_of(raw, *words):
+    """Return what saves transformers' model under the names of its modules, which are not those of files."""
+
+    def give(folder):
+        model = transformers_model(raw)
+        model.save_pretrained(folder / "hf")
+        torch.save({"model": model.state_dict()}, folder / "all.pt")
+        return Source(folder / "all.pt", weights(folder / "hf"), ["--config", str(folder / "hf"), *words])
+
+    return give
+
+
 def users_rules(folder):
     """Write a file in which matrices are joined, transposed and padded, and a table that says so."""
     hf = weights(made_once() / "hf")
@@ -105,6 +119,9 @@ test_every_form_becomes_the_same_folder_of_hugging_face = round_trips(
     RoundTrip("stacked experts", stacked_experts, ["--to hf"]),
     RoundTrip("an output layer in a pickle", with_output_layer("shared.pt"), ["--to hf"]),
     RoundTrip("an output layer in dcp", with_output_layer("dcp"), ["--to hf"]),
+    RoundTrip("modules of experts", state_of(MODELS["qwen3_moe"], "--implementation", "transformers"),
+              ["--to hf"]),
+    RoundTrip("modules of other names", state_of(tiny("exaone")), ["--to hf"]),
     RoundTrip("a user's rules", users_rules, ["--to hf"]),
 )  # fmt: skip
 
