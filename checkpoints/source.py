@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
-from ..parallel_state import BadInput, Piece, require
+from ..parallel_state import BadInput, Piece, buffer_names, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import (
@@ -103,7 +103,12 @@ class Source:
         """Return the optimizer's moments that the source has, each with the parameters that have none."""
         if self.manifest is not None:
             return self.manifest.moments
-        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), frozenset())
+        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), self.fixed)
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Return the names of buffers: no gradient moves them, and casts leave them in fp32."""
+        return _fixed(self.described)
 
     @property
     def updates(self) -> int:
@@ -246,6 +251,11 @@ def _hugging_face(
     )  # fmt: skip
 
 
+def _fixed(described: Described) -> frozenset[str]:
+    (stated,) = described.declarations()
+    return buffer_names(stated)
+
+
 def _foreign(
     path: Path, form: Format, config_folder: str | Path | None, names: str | None, by: Implementation
 ) -> Source:
@@ -261,12 +271,15 @@ def _foreign(
     catalog, repeated, pieces = model_tensors(path, checkpoint.tensors, described, table)
     for pair in repeated:
         pair.check(path)
-    used = {piece.stored for name in pieces for piece in pieces[name]}
+    buffers = _fixed(described)
+    fixed = {link.hf for link in described.links()[0] if link.ours in buffers}
+    trained = {name: pieces[name] for name in catalog if name not in fixed}
+    used = {piece.stored for name in trained for piece in trained[name]}
     if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
         others = f" and {counted(len(without) - 1, 'other weight')}" if without[1:] else ""
         checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
         checkpoint.moments = {}
-    catalog |= model_moments(path, checkpoint.moments, {name: pieces[name] for name in catalog})
+    catalog |= model_moments(path, checkpoint.moments, trained)
     for file, keys in (files := catalog.stored_keys).items():
         if isinstance(file, ViewFile):
             file.keep(keys)

@@ -12,7 +12,7 @@ from forms import CONFIG, WEIGHTS, made_once, save, titan_name
 from megatron_by_hand import unpacked
 from safetensors.torch import load_file, save_file
 from support.any_model import tiny
-from support.configs import MODELS
+from support.configs import MODELS, config
 from support.families import transformers_model
 from support.folders import bytes_read
 from support.kills import Work, killed_work
@@ -140,6 +140,22 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
     assert any("param_groups" in line for line in plan.source.warnings)
     theirs = read_source(made / "accelerate", config=made / "hf")
     assert theirs.moments and theirs.foreign is not None and theirs.foreign.updates == 2
+
+
+def test_neither_a_repeated_output_layer_nor_a_buffer_needs_moments(tmp_path):
+    write_hf_folder(tmp_path / "hf", config("glm4_moe", tie_word_embeddings=True))
+    hf = weights(tmp_path / "hf")
+    state = {
+        name: {"exp_avg": one, "exp_avg_sq": one} for name, one in hf.items() if "correction" not in name
+    }
+    assert len(state) < len(hf)
+    model = hf | {"lm_head.weight": hf["model.embed_tokens.weight"]}
+    save({"model": model, "optim": {"state": state}}, tmp_path / "dcp")
+    assert convert(tmp_path / "dcp", tmp_path / "out", config=tmp_path / "hf", tensor=2).keeps_moments
+    moments = read_source(tmp_path / "out").hf
+    assert_same(
+        {name: moments[f"optimizer.exp_avg.{name}"].read() for name in state}, {n: hf[n] for n in state}
+    )
 
 
 def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_path):
