@@ -5,8 +5,8 @@ It is the same for a folder of Hugging Face and for a checkpoint of another proj
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -59,19 +59,28 @@ def hf_shapes(described: Described) -> dict[str, Shape]:
     return {**shapes, head: next(iter(shapes.values()))}
 
 
-def _own_names(stored: Catalog, described: Described, absent: str) -> Names:
-    """Return the names of a folder of Hugging Face, which lack the prefix ``absent``.
+def own_names(described: Described) -> Iterator[Collection[str]]:
+    """Yield the names of Hugging Face's files, and those of transformers' modules if they are others."""
+    yield hf_shapes(described)
+    modules = described.family.module_pieces(described.config)
+    yield dict.fromkeys(piece.stored for piece in chain(*modules.values()))
+
+
+def _own_names(stored: Catalog, described: Described, absent: str, prefix: str) -> Names:
+    """Return Hugging Face's names, which lack the prefix ``absent`` and have ``prefix``.
 
     A tensor that is not there may be under the names of transformers' modules.
     """
     names: Names = {
-        name: [Piece.plain(Box.whole(shape), name.removeprefix(absent))]
+        name: [Piece.plain(Box.whole(shape), prefix + name.removeprefix(absent))]
         for name, shape in hf_shapes(described).items()
     }
     missing = {name for name in described.links()[1] if names[name][0].stored not in stored}
     others = described.family.module_pieces(described.config) if missing else {}
-    for name, pieces in others.items():
-        if name in missing and all(p.stored in stored and p.stored not in names for p in pieces):
+    for name, of_modules in others.items():
+        pieces = [replace(piece, stored=prefix + piece.stored) for piece in of_modules]
+        taken = any(piece.stored in names for piece in of_modules)
+        if name in missing and not taken and all(piece.stored in stored for piece in pieces):
             names[name] = pieces
     names = {name: pieces for name, pieces in names.items() if all(p.stored in stored for p in pieces)}
     shapes: dict[str, Shape] = {}
@@ -101,21 +110,22 @@ def model_tensors(
     """Return each tensor of Hugging Face, those that are stored twice, and their names in the files; reads
     headers only.
 
-    ``table``: of another project's names. ``BadInput`` for a tensor that is missing, left over, quantised, of
-    another shape than the model's, or stored in part.
+    ``table``: of another project's names; without rules they are Hugging Face's. ``BadInput`` for a tensor
+    that is missing, left over, quantised, of another shape than the model's, or stored in part.
     """
     (links, shapes), family = described.links(), described.family
     absent = _absent_prefix(stored, described) if table is None else ""
-    if table is None:
-        names = _own_names(stored, described, absent)
+    prefix = "" if table is None else table.prefix
+    if table is None or not table.rule:
+        names = _own_names(stored, described, absent, prefix)
     else:
         names = _table_names(where, stored, described, table)
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
-    prefix = "" if table is None else table.prefix
     ignored = _ignored_names(described, absent)
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     rests = {rest for rest in others.values() if not any(pattern.fullmatch(rest) for pattern in ignored)}
-    rests -= set() if table is None else {*filter(table.ignores, rests)}
+    if table is not None:
+        rests -= {rest for name, rest in others.items() if table.ignores(rest) or table.ignores(name)}
     unknown = rests - family.left_out(described.config, rests)
     extra = [name for name, rest in others.items() if rest in unknown]
     _check_names(where, names, extra, described, can_ignore=table is not None)
@@ -182,9 +192,9 @@ def _check_names(
         todo = "The config or --names is of another model; is num_hidden_layers right, or a shard left out?"
         if any(name.endswith(other) or other.endswith(name) for name in missing for other in extra):
             todo = f"The names lack or add a prefix: {extra[0]} is there"
-        elif missing[0] == described.family.tied_head:
+        elif missing[0] == described.family.tied_head and not extra:
             todo = "Set tie_word_embeddings to true in config.json if the output layer is the embedding"
-        elif any(name.endswith(".experts.gate_up_proj") for name in extra):
+        elif any(name.endswith((".experts.gate_up_proj", "lm_head.weight")) for name in extra):
             todo = "Are the names those of transformers' modules? `trilith convert DIR NEW --to hf "
             todo += "--implementation transformers` reads them"
         unused = f"; not used: {', '.join(extra[:3])}" if extra else ""
@@ -193,8 +203,12 @@ def _check_names(
     if extra:
         todo = "The config does not describe it; nothing is ignored silently"
         if can_ignore:
-            pattern = re.escape(extra[0].split(".")[0]) + r"\..*"
-            if any(re.fullmatch(pattern, piece.stored) for pieces in names.values() for piece in pieces):
+            used = [piece.stored for pieces in names.values() for piece in pieces]
+            above, dot, _ = extra[0].partition(".")
+            if not dot or any(name.startswith(above + dot) for name in used):
                 pattern = re.escape(extra[0])
+            else:
+                pattern = re.escape(above) + r"\..*"
+            pattern = pattern.replace("'", ".")  # which would end TOML's text
             todo += f". To leave it out, --names with a .toml file: ignored = ['{pattern}']"
         raise BadInput(where, extra[0], expected="no such tensor", found="one", todo=todo)

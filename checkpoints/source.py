@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
-from ..parallel_state import BadInput, Piece, require
+from ..parallel_state import BadInput, Piece, buffer_names, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import (
@@ -31,7 +31,7 @@ from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .model_tensors import Repeated, hf_shapes, model_moments, model_tensors
+from .model_tensors import Repeated, model_moments, model_tensors, own_names
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
@@ -103,7 +103,12 @@ class Source:
         """Return the optimizer's moments that the source has, each with the parameters that have none."""
         if self.manifest is not None:
             return self.manifest.moments
-        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), frozenset())
+        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), self.fixed)
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Return the names of buffers: no gradient moves them, and casts leave them in fp32."""
+        return _fixed(self.described)
 
     @property
     def updates(self) -> int:
@@ -135,7 +140,7 @@ class Source:
             for name, pieces in names.items():
                 of_moment = [replace(piece, stored=moment_name(moment, piece.stored)) for piece in pieces]
                 tables[moment_name(moment, name)] = of_moment
-        return renamed(self.catalog, tables)
+        return renamed(self.catalog, tables, self.path)
 
     @property
     def stored_files(self) -> list[TensorFile]:
@@ -246,6 +251,11 @@ def _hugging_face(
     )  # fmt: skip
 
 
+def _fixed(described: Described) -> frozenset[str]:
+    (stated,) = described.declarations()
+    return buffer_names(stated)
+
+
 def _foreign(
     path: Path, form: Format, config_folder: str | Path | None, names: str | None, by: Implementation
 ) -> Source:
@@ -257,16 +267,19 @@ def _foreign(
     raw = implemented_by(read_json(where / CONFIG if where.is_dir() else where), by)
     described = Described.of(raw, where)
     check_stated(checkpoint, described.config, where)
-    table = choose_table(checkpoint, names, hf_shapes(described))
+    table = choose_table(checkpoint, names, own_names(described))
     catalog, repeated, pieces = model_tensors(path, checkpoint.tensors, described, table)
     for pair in repeated:
         pair.check(path)
-    used = {piece.stored for name in pieces for piece in pieces[name]}
+    buffers = _fixed(described)
+    fixed = {link.hf for link in described.links()[0] if link.ours in buffers}
+    trained = {name: pieces[name] for name in catalog if name not in fixed}
+    used = {piece.stored for name in trained for piece in trained[name]}
     if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
         others = f" and {counted(len(without) - 1, 'other weight')}" if without[1:] else ""
         checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
         checkpoint.moments = {}
-    catalog |= model_moments(path, checkpoint.moments, {name: pieces[name] for name in catalog})
+    catalog |= model_moments(path, checkpoint.moments, trained)
     for file, keys in (files := catalog.stored_keys).items():
         if isinstance(file, ViewFile):
             file.keep(keys)

@@ -140,8 +140,10 @@ def renamed(
         if len(pieces) == 1 and pieces[0] == Piece.plain(first.box, pieces[0].stored):
             tensors[name] = replace(first, name=name)  # the same tensor, by another name
             continue
-        if len(dtypes := {source.dtype for source in sources}) > 1:
-            raise BadInput(where, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+        if len(dtypes := {source.dtype: source.name for source in sources}) > 1:
+            mixed = ", ".join(f"{dtype} in {dtypes[dtype]}" for dtype in sorted(dtypes))
+            todo = "Write all tensors that belong together in the same dtype"
+            raise BadInput(where, name, expected="one dtype", found=mixed, todo=todo)
         shape = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
         tensors[name] = LazyTensor(name, first.dtype, shape, partial(_through, pieces, sources))
     return tensors

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily, Implementation
-from ...parallel_state import BadInput, Box, Layout, Piece, buffer_names, dtype_named, require
+from ...parallel_state import BadInput, Box, Layout, Piece, dtype_named, require
 from ...storage.catalog import Key, LazyTensor
 from ...storage.dtypes import BITS, name_of
 from ...storage.file_names import ADAPTER_MODEL
@@ -81,8 +81,7 @@ def plan_to_hf(source: Source, *, dtype: str | None = None) -> Plan:
     LoRA adapters become PEFT's folder, one file.
     """
     links, shapes = source.described.links()
-    fixed = _fixed(source)
-    fixed |= {link.hf for link in links if link.ours in fixed}
+    fixed = source.fixed | {link.hf for link in links if link.ours in source.fixed}
     tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
     shards = plan_shards({name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()})
     if source.adapter is not None:
@@ -116,13 +115,12 @@ def plan_to_sharded(
     table = dict(weights)
     for moment, without in source.moments.items():
         table |= {moment_name(moment, n): parts for n, parts in weights.items() if n not in without}
-    fixed = _fixed(source)
     outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
     for name, parts in table.items():
         cast = dtype if name in weights else None
         whole = source.ours[name]
-        transfers = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
+        transfers = {part.box: _transfer(whole, part.box, cast, source.fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(transfers[part.box])
         stored_as = transfers[parts[0].box].dtype
@@ -136,12 +134,6 @@ def file_name(rank: int, layout: Layout) -> str:
     at = layout.coordinates(rank)
     stage = f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}"
     return f"{stage}.tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
-
-
-def _fixed(source: Source) -> frozenset[str]:
-    """Return the names of buffers: no gradient moves them; casts leave them in fp32, as transformers does."""
-    (declared,) = source.described.declarations()
-    return buffer_names(declared)
 
 
 def _transfer(tensor: LazyTensor, box: Box, dtype: str | None, fixed: Collection[str]) -> Transfer:

@@ -36,11 +36,11 @@ def convert_to_dcp(
     """Write the weights of ``src``, and its moments if it has some, into a new folder as a DCP checkpoint.
 
     ``names``: a table (see ``foreign/rules.py``) by which the tensors are named and cut, such as ``titan``;
-    without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with Hugging Face's names, as
-    ``get_model_state_dict`` and ``get_optimizer_state_dict`` of such a model give them. ``config``: for a
-    source of another project. A checkpoint's checksums are compared, of what is read, before the new folder
-    has its name; numbers that are not finite are refused. A failure leaves nothing behind; if the process is
-    killed, the call begins anew.
+    without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with the names of Hugging Face's
+    files; ``get_model_state_dict`` of transformers' model gives the same if its modules have no others
+    (stacked experts). ``config``: for a source of another project. A checkpoint's checksums are compared, of
+    what is read, before the new folder has its name; numbers that are not finite are refused. A failure
+    leaves nothing behind; if the process is killed, the call begins anew.
     """
     source = read_source(src, config=config)
     todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"

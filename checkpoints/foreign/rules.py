@@ -15,7 +15,7 @@ The rules are those of the families' tables (see ``Rule``), with Hugging Face's 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -93,40 +93,44 @@ def known_tables() -> dict[str, Path]:
     return {path.name.removesuffix(_ENDING): path for path in sorted(_TABLES.glob(f"*{_ENDING}"))}
 
 
-def choose_table(
-    checkpoint: ForeignCheckpoint, names: str | None, hf: Mapping[str, tuple[int, ...]]
-) -> Table:
-    """Return the table of names: the one asked for, the format's own, Hugging Face's names, or a known one
-    whose ``detect`` is there. ``BadInput`` if none of these fits.
+def choose_table(checkpoint: ForeignCheckpoint, names: str | None, own: Iterable[Collection[str]]) -> Table:
+    """Return the table of names: the one asked for, the format's own, one without rules if names of ``own``
+    are there (those of Hugging Face's files, those of transformers' modules), or a known one whose ``detect``
+    is there. ``BadInput`` if none of these fits.
     """
     name = names or checkpoint.names
     named = Table() if name is None else table_named(name)
     if named.rule:
         return named
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    weights = {name: shape for name, shape in shapes.items() if not named.ignores(name)}
-    if (own := rename_all(weights, hf, checkpoint.path)) is not None:
-        return own.model_copy(update={"ignored": named.ignored})
+    weights = {name for name in checkpoint.tensors if not named.ignores(name)}
+    for names_of_model in own:
+        if (prefix := prefix_of(names_of_model, weights, checkpoint.path)) is not None:
+            return named.model_copy(update={"prefix": prefix})
     for table_name in known_tables():
         table = table_named(table_name)
-        if table.detect and table.prefix + table.detect in shapes:
+        if table.detect and table.prefix + table.detect in checkpoint.tensors:
             return table.model_copy(update={"ignored": table.ignored + named.ignored})
-    first_names = ", ".join(sorted(shapes)[:3])
+    first_names = ", ".join(sorted(checkpoint.tensors)[:3])
     todo = f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules"
     expected = "Hugging Face's names or those of a known table"
     raise BadInput(checkpoint.path, "names", expected=expected, found=f"{first_names}, ...", todo=todo)
 
 
-def rename_all(foreign: Mapping[str, Shape], hf: Mapping[str, Shape], where: object) -> Table | None:
-    """Return the table of a checkpoint whose names are Hugging Face's, but for one prefix; else ``None``.
+def prefix_of(wanted: Collection[str], stored: Collection[str], where: object) -> str | None:
+    """Return what precedes the wanted names, of which the embedding's is the first, in the stored ones: most
+    of one side are on the other. ``None`` if they are not there.
 
     ``BadInput`` for two models under two prefixes, such as one and its moving average.
     """
-    first = next(iter(hf))
-    prefixes = sorted((name.removesuffix(first) for name in foreign if name.endswith(first)), key=len)
-    fitting = [prefix for prefix in prefixes if sum(prefix + name in foreign for name in hf) * 2 > len(hf)]
+    if not wanted:
+        return None
+    first, fitting = next(iter(wanted)), list[str]()
+    for prefix in sorted((name.removesuffix(first) for name in stored if name.endswith(first)), key=len):
+        below = sum(name.startswith(prefix) for name in stored)
+        if sum(prefix + name in stored for name in wanted) * 2 > min(len(wanted), below):
+            fitting.append(prefix)
     if fitting[1:]:
         models = f"{len(fitting)}: {' and '.join(prefix + first for prefix in fitting)}"
         todo = f"Leave one out, --names with a .toml file: ignored = ['{re.escape(fitting[-1])}.*'], say"
         raise BadInput(where, "names", expected="one model", found=models, todo=todo)
-    return Table(prefix=fitting[0], rule=[Rule(name, name) for name in hf]) if fitting else None
+    return fitting[0] if fitting else None

@@ -28,6 +28,8 @@ Part = Callable[[Box], Tensor]
 FACTORS, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 #: Numbers of FP8 that are multiplied at once: their fp32 forms are small beside a block of a conversion.
 _MULTIPLIED = 1 << 17
+#: The types of these factors: DeepSeek's, and those of Qwen's files.
+_FACTORS_IN = ("F32", "BF16")
 _GROUP, _BYTES, _BIAS = 32, 16, 127
 #: Numbers that are unpacked at once, few beside a block of a conversion.
 _UNPACKED = 1 << 19
@@ -114,11 +116,10 @@ class ScaledFile(PackedFile):
             type_and_shape = f"{entry.dtype} {list(entry.shape)}"
             raise BadInput(numbers.path, name, expected="a matrix of F8_E4M3", found=type_and_shape)
         expected = tuple(-(-size // width) for size, width in zip(entry.shape, self.block, strict=True))
-        if (factors.dtype, factors.shape) != ("F32", expected):
+        if factors.dtype not in _FACTORS_IN or factors.shape != expected:
+            types_and_shape = f"{' or '.join(_FACTORS_IN)} {list(expected)}"
             type_and_shape = f"{factors.dtype} {list(factors.shape)}"
-            raise BadInput(
-                scales.path, name + FACTORS, expected=f"F32 {list(expected)}", found=type_and_shape
-            )
+            raise BadInput(scales.path, name + FACTORS, expected=types_and_shape, found=type_and_shape)
         return entry.shape
 
     def unpack(self, numbers: Part, scales: Part, box: Box, out: Tensor) -> None:

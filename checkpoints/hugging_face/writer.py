@@ -87,8 +87,8 @@ def for_transformers(
 ) -> tuple[dict[str, Any], list[Companion]]:
     """Return the config and the companions of an exported folder, made from those of a checkpoint.
 
-    ``bos_token_id`` and ``eos_token_id`` that the config lacks are the tokenizer's, and
-    ``generation_config.json`` states them too: transformers looks nowhere else for where a text ends. A
+    ``bos_token_id`` and ``eos_token_id`` that neither the config nor ``generation_config.json`` states are
+    the tokenizer's, in both: transformers looks nowhere else for where a text ends. A
     tokenizer with a chat template does not split special tokens, which transformers would do in what the
     template writes as well. Files that cannot be read stay as they are.
     """
@@ -108,12 +108,13 @@ def for_transformers(
 def _missing_ids(
     tokenizer: _Tokenizer, files: Mapping[str, Companion], config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return the ids of a text's first and last token, as far as the config has none."""
+    """Return the ids of a text's first and last token, as far as neither config has any."""
     tokens = {"bos_token_id": tokenizer.bos_token, "eos_token_id": tokenizer.eos_token}
+    stated = (config, _content(files, GENERATION_CONFIG))
     contents = {
         key: token.content if isinstance(token, _Token) else token
         for key, token in tokens.items()
-        if token is not None and config.get(key) is None
+        if token is not None and all(each.get(key) is None for each in stated)
     }
     if not contents:
         return {}

@@ -4,11 +4,13 @@ say which axes tests have proved of which types.
 
 import importlib
 import json
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from inspect import signature
+from inspect import getsource, signature
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -115,11 +117,26 @@ class AdoptedConfig(ModelConfig):
 
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
-        """Return the keys that transformers' config class does not name."""
+        """Return the keys that transformers' config class does not name and that change nothing: none of its
+        other keys, and nothing that the model's code reads by itself.
+        """
+        kind = str(raw["model_type"])
         with quiet():  # its defaults may not fit each other
-            usual = config_class(str(raw["model_type"]))()
+            usual = config_class(kind)()
         read = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
-        return sorted(raw.keys() - read - INERT - _READ_ELSEWHERE)
+        if not (unnamed := raw.keys() - read - INERT - _READ_ELSEWHERE):
+            return []
+        code = getsource(sys.modules[model_class(kind).__module__])
+
+        def named(changed: Mapping[str, Any]) -> dict[str, Any] | None:
+            try:
+                return {key: entry for key, entry in _read(changed).to_dict().items() if key not in unnamed}
+            except Exception:  # whatever its own checks raise: they read it
+                return None
+
+        with quiet():
+            idle = [key for key in sorted(unnamed) if named({**raw, key: _other(raw[key])}) == named(raw)]
+        return [key for key in idle if not re.search(rf'config(\.|, "){re.escape(key)}\b', code)]
 
     @property
     def experts_of_token(self) -> int:
@@ -129,6 +146,13 @@ class AdoptedConfig(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
         return cast(dict[str, Any], from_json(self.raw))
+
+
+def _other(entry: object) -> object:
+    """Return another entry of a key; null for one that is neither a truth value nor a number."""
+    if isinstance(entry, bool):
+        return not entry
+    return entry * 2 + 1 if isinstance(entry, int | float) else None
 
 
 def _read(raw: Mapping[str, Any]) -> Any:

@@ -336,13 +336,16 @@ def test_a_place_that_is_taken_is_said_so_and_loses_the_lock_that_a_killed_run_l
     assert contents(tmp_path / "out") == before and not (tmp_path / "out.tmp-lock").exists()
 
 
-def test_an_export_has_the_tokenizers_end_and_encodes_its_template(tmp_path):
+@pytest.mark.parametrize(("stated_end", "end"), [(3, 3), ([4, 3], None)])
+def test_an_export_has_the_tokenizers_end_and_encodes_its_template(tmp_path, stated_end, end):
+    """Where ``generation_config.json`` says how a text ends, it stays so."""
     hf_folder(eos_token_id=None)(tmp_path)
     hf, out = tmp_path / "hf", tmp_path / "out"
     tokens = [{"id": number, "content": content} for number, content in ((1, "<s>"), (3, "</s>"), (999, "x"))]
     stated = {"eos_token": {"content": "</s>"}, "bos_token": "x", "split_special_tokens": True}
     files = {"tokenizer.json": {"added_tokens": tokens}, "tokenizer_config.json": stated}
-    for name, content in (files | {"generation_config.json": {"top_k": 5}}).items():
+    generation = {"top_k": 5} | ({} if end else {"eos_token_id": stated_end})
+    for name, content in (files | {"generation_config.json": generation}).items():
         (hf / name).write_text(json.dumps(content))
     (hf / "chat_template.jinja").touch()
     CUT(tmp_path)
@@ -352,8 +355,8 @@ def test_an_export_has_the_tokenizers_end_and_encodes_its_template(tmp_path):
         return json.loads((tmp_path / "back" / name).read_text())
 
     config = read("config.json")
-    assert (config["eos_token_id"], config.get("bos_token_id")) == (3, None)  # x has no row
-    assert read("generation_config.json") == {"top_k": 5, "eos_token_id": 3}
+    assert (config["eos_token_id"], config.get("bos_token_id")) == (end, None)  # x has no row
+    assert read("generation_config.json") == {"top_k": 5, "eos_token_id": stated_end}
     assert read("tokenizer_config.json") == stated | {"split_special_tokens": False}
     (out / "tokenizer_config.json").unlink()
     (hf / "tokenizer_config.json").write_text("[")

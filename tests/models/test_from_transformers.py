@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support import any_table
 from support.any_model import LAYOUTS, InFp64, draw, family, observed, plain, prove, stepped, tiny
 from support.command_lines import call_command
+from support.configs import config
 from support.nightly import some
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
@@ -26,7 +27,7 @@ from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.attention import attention
-from trilith.models.from_transformers.config import config_class, offered, proved
+from trilith.models.from_transformers.config import AdoptedConfig, config_class, offered, proved
 from trilith.models.from_transformers.cut import STYLES
 from trilith.models.from_transformers.layers import cut_embedding
 from trilith.models.from_transformers.probe import Probed, _law, on_meta, probed
@@ -410,6 +411,12 @@ def test_infinite_numbers_are_in_checkpoints_as_transformers_writes_them(limit):
     written = json.loads(config.in_transformers().to_json_string(use_diff=False))
     assert written["time_step_limit"] == config.to_hf()["time_step_limit"] and made.from_hf(written) == config
     json.dumps(config.to_hf(), allow_nan=False)  # no other program reads a bare Infinity
+
+
+def test_a_key_is_unknown_if_neither_transformers_config_nor_its_code_reads_it():
+    raw = config("glm4_moe")
+    assert {"head_dim", "partial_rotary_factor"} < raw.keys() - config_class("glm4_moe")().to_dict().keys()
+    assert AdoptedConfig.unknown_keys(raw | {"num_nothing": 1}) == ["num_nothing"]
 
 
 def test_a_balance_loss_that_is_not_computed_is_named():

@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from forms import CONFIG, WEIGHTS, made_once, save, titan_name
 from megatron_by_hand import unpacked
 from safetensors.torch import load_file, save_file
-from support.configs import MODELS
+from support.any_model import tiny
+from support.configs import MODELS, config
+from support.families import transformers_model
 from support.folders import bytes_read
 from support.kills import Work, killed_work
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
@@ -70,6 +72,18 @@ def with_output_layer(form):
     return give
 
 
+def state_of(raw, *words):
+    """Return what saves transformers' model under the names of its modules, which are not those of files."""
+
+    def give(folder):
+        model = transformers_model(raw)
+        model.save_pretrained(folder / "hf")
+        torch.save({"model": model.state_dict()}, folder / "all.pt")
+        return Source(folder / "all.pt", weights(folder / "hf"), ["--config", str(folder / "hf"), *words])
+
+    return give
+
+
 def users_rules(folder):
     """Write a file in which matrices are joined, transposed and padded, and a table that says so."""
     hf = weights(made_once() / "hf")
@@ -105,6 +119,9 @@ test_every_form_becomes_the_same_folder_of_hugging_face = round_trips(
     RoundTrip("stacked experts", stacked_experts, ["--to hf"]),
     RoundTrip("an output layer in a pickle", with_output_layer("shared.pt"), ["--to hf"]),
     RoundTrip("an output layer in dcp", with_output_layer("dcp"), ["--to hf"]),
+    RoundTrip("modules of experts", state_of(MODELS["qwen3_moe"], "--implementation", "transformers"),
+              ["--to hf"]),
+    RoundTrip("modules of other names", state_of(tiny("exaone")), ["--to hf"]),
     RoundTrip("a user's rules", users_rules, ["--to hf"]),
 )  # fmt: skip
 
@@ -123,6 +140,22 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
     assert any("param_groups" in line for line in plan.source.warnings)
     theirs = read_source(made / "accelerate", config=made / "hf")
     assert theirs.moments and theirs.foreign is not None and theirs.foreign.updates == 2
+
+
+def test_neither_a_repeated_output_layer_nor_a_buffer_needs_moments(tmp_path):
+    write_hf_folder(tmp_path / "hf", config("glm4_moe", tie_word_embeddings=True))
+    hf = weights(tmp_path / "hf")
+    state = {
+        name: {"exp_avg": one, "exp_avg_sq": one} for name, one in hf.items() if "correction" not in name
+    }
+    assert len(state) < len(hf)
+    model = hf | {"lm_head.weight": hf["model.embed_tokens.weight"]}
+    save({"model": model, "optim": {"state": state}}, tmp_path / "dcp")
+    assert convert(tmp_path / "dcp", tmp_path / "out", config=tmp_path / "hf", tensor=2).keeps_moments
+    moments = read_source(tmp_path / "out").hf
+    assert_same(
+        {name: moments[f"optimizer.exp_avg.{name}"].read() for name in state}, {n: hf[n] for n in state}
+    )
 
 
 def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_path):

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from zipfile import ZipFile
@@ -227,23 +228,24 @@ def empty(*names):
     return give
 
 
-def with_optimizer(folder):
-    weights = load_file(hf() / WEIGHTS)
-    torch.save({"model": weights, "optimizer": {"state": {0: torch.ones(2)}}}, folder / "all.pt")
-
-
 def with_average(folder):
     weights = load_file(hf() / WEIGHTS)
     average = {name: tensor + 1 for name, tensor in weights.items()}
-    torch.save({"model": weights, "ema": average}, folder / "all.pt")
+    torch.save({"model": weights, "average": average}, folder / "all.pt")
 
 
-@pytest.mark.parametrize(("beside", "name"), [(with_optimizer, "optimizer"), (with_average, "ema")])
-def test_a_table_without_rules_leaves_out_what_is_no_weight(tmp_path, beside, name):
-    beside(tmp_path)
-    (tmp_path / "names.toml").write_text(rf"ignored = ['{name}\..*']")
-    table = str(tmp_path / "names.toml")
-    convert(tmp_path / "all.pt", tmp_path / "out", to="hf", config=hf(), names=table)
+@pytest.mark.parametrize("beside", ["optimizer.0", "it's", "model.q.weight", "average"])
+def test_a_table_of_what_the_refusal_says_leaves_out_what_is_no_weight(tmp_path, beside):
+    if beside == "average":
+        with_average(tmp_path)
+    else:
+        weights = {f"model.{name}": tensor for name, tensor in load_file(hf() / WEIGHTS).items()}
+        torch.save(weights | {beside: torch.ones(2)}, tmp_path / "all.pt")
+    into = partial(convert, tmp_path / "all.pt", tmp_path / "out", to="hf", config=hf())
+    with pytest.raises(BadInput) as refusal:
+        into()
+    (tmp_path / "names.toml").write_text(re.search(r"ignored = \[.*\]", str(refusal.value))[0])
+    into(names=str(tmp_path / "names.toml"))
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (hf() / WEIGHTS).read_bytes()
 
 
@@ -337,9 +339,7 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("one file of safetensors", converted("hf/model.safetensors", hf), "Name its folder, .*hf, which"),
     Refused("one tensor", copied("one.pt"), r"found a single tensor. Save the model's state_dict\(\)",
             given=lambda folder: torch.save(torch.ones(2), folder / "one.pt")),
-    Refused("an optimizer beside the weights", copied("all.pt"), r"ignored = \['optimizer\\\.\.\*'\]",
-            given=with_optimizer),
-    Refused("two models", copied("all.pt"), r"names: expected one model, found 2: ema\.model.* and model\.",
+    Refused("two models", copied("all.pt"), r"names: expected one model, found 2: model\.model.* and average",
             given=with_average),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
