@@ -81,6 +81,11 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         uneven = several and len(section.arguments) != count
         yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
     rows, stated = recipe.data, recipe.data.model_fields_set
+    names = rows.module or rows.tokens
+    sources, weights = len(names) if isinstance(names, list) else 1, rows.weights
+    expected = f"{counted(sources, 'number')}, one for each source, each above 0"
+    uneven = weights is not None and (len(weights) != sources or min(weights) <= 0)
+    yield Rule(uneven, "data.weights", expected, weights)
     unstated = rows.tokens is not None and "sequence_length" not in stated
     yield Rule(unstated, "data.sequence_length", "the number of tokens in a row", "none")
     for key in ("documents", "samples", "overlong"):

@@ -173,8 +173,6 @@ def _opened(
     stated = section.tokens if section.module is None else section.module
     assert stated is not None
     names = [stated] if isinstance(stated, str) else stated
-    one_each = weights is None or len(weights) == len(names)
-    require(one_each, "recipe", "data.weights", f"{counted(len(names), 'number')}, one a file", weights)
     if section.module is None:
         files = [TokenFile.open(Path(name)) for name in names]
         mixture = list(zip(files, weights or [float(len(file.tokens)) for file in files], strict=True))

@@ -25,7 +25,6 @@ from trilith.training.run_plan import plan
 from trilith.training.supervised import check_memory
 
 #: A Llama has no such field.
-pytestmark = pytest.mark.filterwarnings("ignore:.*mtp=True is unknown")
 NO_EXPERTS = "recipe: experts: expected a model with experts, found llama"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -84,6 +83,10 @@ ROWS = {
     "data-ranks-do-not-divide-the-batch": (r"data\.global_batch", {"layout": {"data": 3}}),
     "a-rank-to-trace-that-is-none": ("ranks from 0 to 0, found 1", {"watch": {"trace_ranks": [1]}}),
     "a-step-to-trace-that-is-none": (r"steps from 1 to \d+, found 999", {"watch": {"trace_steps": [999]}}),
+    "a-share-of-nothing": (
+        r"data\.weights: expected 1 number, .* above 0, found \[0\.0\]",
+        {"data": {"weights": [0.0]}},
+    ),
     "a-tracker-as-a-key": (
         r"watch\.tensorboard: .* keys of watch: trackers",
         {"watch": {"tensorboard": True}},
