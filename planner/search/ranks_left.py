@@ -35,9 +35,7 @@ def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
     for used in range(ranks, 0, -1):
         if used == recipe.layout.world:
             return recipe, _line(recipe, ranks, used, "the recipe's own layout")
-        todo = (
-            "Name a layout in place of --fit, such as layout.data=2, or start as many ranks as the recipe has"
-        )
+        todo = "Name a layout in place of --fit, such as layout.data=2, or start the recipe's number of ranks"
         check_searched(recipe, "train", "--fit", todo)
         request = request_of(Path(recipe.out).name, raw, machine, used)
         try:

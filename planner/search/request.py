@@ -132,9 +132,8 @@ def request_of(name: str, raw: dict[str, Any], machine: Machine, gpus: int) -> R
 
 def check_searched(recipe: Recipe, where: str, key: str, todo: str) -> None:
     """Refuse a recipe with what the search does not plan."""
-    frozen = [
-        f"optimizer.groups[{i}].freeze" for i, each in enumerate(recipe.optimizer.groups) if each.freeze
-    ]
+    groups = enumerate(recipe.optimizer.groups)
+    frozen = [f"optimizer.groups[{number}].freeze" for number, group in groups if group.freeze]
     unplanned = ["compute = float8"] * (recipe.compute == "float8") + frozen
     expected = "a recipe without float8 and without frozen groups of parameters"
     require(not unplanned, where, key, expected, ", ".join(unplanned), todo)
