@@ -135,7 +135,9 @@ def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
     yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
     decay, room = decay_steps(section, steps), steps - section.warmup
     expected = f"at most the {counted(max(0, room), 'step')} after the warm-up"
-    yield Rule(wsd and decay > room, "optimizer.decay", expected, decay)
+    actual = f"{decay}, a tenth of the run" if section.decay is None else decay
+    todo = f"Raise steps = {steps} or lower optimizer.warmup = {section.warmup}"
+    yield Rule(wsd and decay > room, "optimizer.decay", expected, actual, todo)
     half = (section.scale_lr is None) != (section.reference_batch is None)
     pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
     yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", pair)
