@@ -75,6 +75,7 @@ LORA_ROWS = {
         {"layers_to_transform": 1, "layers_pattern": "h"},
     ),
     "bad-blocks": ("a regular expression", {"layers_to_transform": 1, "layers_pattern": "("}),
+    "rank-of-nothing": (r"rank_pattern: .* found 'q'", {"r": 4, "rank_pattern": {"q": 2}}),
     "r-0": (r"lora\.r", {"r": 0}),
     "dora": (r"lora\.use_dora", {"use_dora": True}),
     "r-beside-init": (r"lora\.r: expected only lora_dropout beside", {"r": 4, "init_from": "somewhere"}),
@@ -134,6 +135,9 @@ test_a_recipe_that_contradicts_itself_or_its_model_is_refused_before_anything_st
         r"experts\.bias_rate: expected 0 with \[lora\].*, found 0\.1",
         {"experts": {"bias_rate": 0.1}, "lora": {"r": 2}},
         TINY_GLM,
+    ),
+    adapting(
+        "adapters-in-no-block", "blocks 0 to ., found 9", {"lora": {"layers_to_transform": [9]}}, TINY_GLM
     ),
 )
 
