@@ -193,6 +193,7 @@ def check_run(recipe: Recipe) -> RunPlan:
             check_tokenizer(held_out.batches, Path(folder), "recipe: evaluation.tokens")
     if planned.own is None:
         model = planned.family.on_meta(planned.config)
+        model.check_attention(recipe.attention_backend)
         check_documents(batches, model, "recipe", "data.tokens")
         if held_out is not None:
             check_documents(held_out.batches, model, "recipe", "evaluation.tokens")
