@@ -4,11 +4,13 @@ say which axes tests have proved of which types.
 
 import importlib
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from inspect import signature
+from inspect import getsource, signature
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -115,11 +117,12 @@ class AdoptedConfig(ModelConfig):
 
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
-        """Return the keys that transformers' config class does not name."""
+        """Return the keys that neither transformers' config class names nor its code of the type reads."""
         with quiet():  # its defaults may not fit each other
             usual = config_class(str(raw["model_type"]))()
         known = {*usual.to_dict(), *usual.attribute_map, *signature(type(usual).__init__).parameters}
-        return sorted(raw.keys() - known - INERT - _READ_ELSEWHERE)
+        unnamed = raw.keys() - known - INERT - _READ_ELSEWHERE
+        return sorted(unnamed - _read_by_code(str(raw["model_type"]))) if unnamed else []
 
     @property
     def experts_of_token(self) -> int:
@@ -154,6 +157,14 @@ def adopted_types() -> dict[str, str]:
 
     named = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
+
+
+@lru_cache
+def _read_by_code(kind: str) -> frozenset[str]:
+    """Return the keys that the code of a type's models reads of its config, named by its class or not."""
+    code = getsource(importlib.import_module(model_class(kind).__module__))
+    reads = re.findall(r'config\.(\w+)|config, "(\w+)"|(?<=rope_parameters)(?:\.get\(|\[)"(\w+)"', code)
+    return frozenset(chain.from_iterable(reads))
 
 
 def model_class(kind: str) -> Any:
