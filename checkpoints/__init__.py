@@ -16,7 +16,7 @@ from .load import Loaded, check_whole, load, load_source, with_adapter
 from .lora import fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
 from .manifest_checks import Progress, check_model, check_plain
-from .mirror import check_apart, restore_if_none
+from .mirror import restore_if_none
 from .optimizer_state import begin_moments
 from .save import contents_of, save
 from .saver import Contents, Saver

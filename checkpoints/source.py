@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by, predicting
+from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
+from ..models.zoo import predicting
 from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold

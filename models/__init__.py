@@ -28,7 +28,6 @@ from .zoo import Size as Size
 from .zoo import family_of as family_of
 from .zoo import implementation_of as implementation_of
 from .zoo import implemented_by as implemented_by
-from .zoo import predicting as predicting
 from .zoo import published_size as published_size
 from .zoo import published_sizes as published_sizes
 from .zoo import tiny_config as tiny_config

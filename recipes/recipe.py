@@ -8,8 +8,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 
 from ..layers import PinnedBackend, Scaling
-from ..models import family_of, implemented_by, predicting, published_size
+from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
+from ..models.zoo import predicting
 from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation, require
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Source, StoredAdapter, check_apart, check_plain, newest_in, read_source
+from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
+from ..checkpoints.mirror import check_apart
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..data.token_index import check_vocabulary
