@@ -168,10 +168,10 @@ class AdaptedFamily(Family):
                     todo = _LEFT_OUT if key == "target_modules" and _named(name, all_sites) else ""
                     raise BadInput(where, key, expected=expected, found=repr(name), todo=todo)
 
-        adapted = {site.name for site in self.sites(config)} | {stack.name for stack in self.stacks(config)}
+        targets = {site.name for site in self.sites(config)} | {stack.name for stack in self.stacks(config)}
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(lora, key):
-                if not any(ends_with(name, pattern) for name in adapted):
+                if not any(ends_with(name, pattern) for name in targets):
                     expected = "a pattern that the name of a layer with adapters ends with"
                     raise BadInput(where, key, expected=expected, found=repr(pattern))
 
