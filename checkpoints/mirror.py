@@ -31,6 +31,18 @@ _TRIAL = "trial.tmp"
 _TODO = "Give each run a place of its own; to go on from that checkpoint, set checkpoint.restore=true"
 
 
+def check_apart(folder: RemoteFolder, root: Path) -> None:
+    """Refuse a mirror that is ``root``, a run's folder of checkpoints, or lies inside it or around it."""
+    if folder.local is None:
+        return
+    check_outside(folder.local, [root])
+    place, run = (Path(os.path.realpath(each)) for each in (folder.local, root))
+    inside = run in (place, *place.parents)  # check_outside sees no folder that is not there yet
+    if inside or place in run.parents:
+        actual = "one in it" if inside else "one around it"
+        raise BadInput(folder.url, expected="a place outside the run's folder", found=actual)
+
+
 class Mirror:
     """Keep copies of the newest ``keep`` checkpoints of a run in ``folder``.
 
@@ -47,14 +59,8 @@ class Mirror:
         A place is unfit if it is inside ``root`` or contains it, if it cannot be written to,
         if it has a whole copy of another model, or if it has any checkpoint while ``root`` has none.
         """
-        url, local = self.folder.url, self.folder.local
-        if local is not None:
-            check_outside(local, [root])
-            place, run = (Path(os.path.realpath(path)) for path in (local, root))
-            inside = run in (place, *place.parents)  # check_outside sees no folder that is not there yet
-            if inside or place in run.parents:
-                actual = "one in it" if inside else "one around it"
-                raise BadInput(url, expected="a place outside the run's folder", found=actual)
+        check_apart(self.folder, root)
+        url = self.folder.url
         new = not complete_checkpoints(root)
         for name in steps_at(self.folder):
             require(not new, url, None, "no checkpoints", name, _TODO)

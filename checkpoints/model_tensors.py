@@ -192,6 +192,10 @@ def _check_names(
         todo = "The config or --names is of another model; is num_hidden_layers right, or a shard left out?"
         if any(name.endswith(other) or other.endswith(name) for name in missing for other in extra):
             todo = f"The names lack or add a prefix: {extra[0]} is there"
+        elif described.module is None and all(
+            {*name.split(".")} & {*map(str, described.config.mtp_numbers)} for name in missing
+        ):
+            todo = "They are of multi-token prediction: leave out model.mtp of a recipe, mtp of config.json"
         elif missing[0] == described.family.tied_head and not extra:
             todo = "Set tie_word_embeddings to true in config.json if the output layer is the embedding"
         elif any(name.endswith((".experts.gate_up_proj", "lm_head.weight")) for name in extra):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
+from ..models.zoo import predicting
 from ..parallel_state import BadInput, Piece, buffer_names, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
@@ -229,7 +230,9 @@ def _hugging_face(
     path: Path, links: bool, module: Described | None, mtp: bool, compare: bool, by: Implementation
 ) -> Source:
     folder = HFFolder(path, allow_symlinks=links)
-    folder.config = implemented_by(folder.config, by) | ({"mtp": True} if mtp else {})
+    folder.config = implemented_by(folder.config, by)
+    if mtp:
+        folder.config = predicting(folder.config, str(path / CONFIG))
     described, stored = module or Described.of(folder.config, path / CONFIG), folder.catalog
     catalog, repeated, names = model_tensors(path, stored, described)
     for pair in repeated if compare else ():

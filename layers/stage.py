@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..parallel_state import ParallelState, alone_or, nearest, refuse_layout
+from ..parallel_state import Layout, ParallelState, alone_or, refuse_layout
 from ..system import counted
 
 
@@ -37,6 +37,7 @@ class Stage:
     ) -> "Stage":
         """Return the stage of this pipeline rank; ``split``: the number of blocks of each stage, by hand."""
         state = alone_or(state)
+        state.layout.check_blocks(num_layers)
         stages = tuple(split_blocks(num_layers, state.layout.stages, split))
         return _of_rank(stages, state.layout.stages_of(state.at.pipeline))
 
@@ -82,9 +83,7 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
             expected = f"{counted(stages, 'count')} of at least 1 that add up to {num_layers} blocks"
             refuse_layout("split", expected, counts)
         return counts
-    if stages > num_layers:
-        todo = nearest("pipeline", [num_layers], stages)
-        refuse_layout("pipeline", f"at most {num_layers}, one block a stage", stages, todo)
+    Layout(pipeline=stages).check_blocks(num_layers)
     least, extra = divmod(num_layers, stages)
     middle_first = sorted(range(stages), key=lambda s: abs(2 * s - (stages - 1)))
     return [least + (s in middle_first[:extra]) for s in range(stages)]

@@ -41,6 +41,11 @@ def implemented_by(raw: Mapping[str, Any], implementation: Implementation) -> di
     return {**raw, "implementation": implementation} if chosen else dict(raw)
 
 
+def predicting(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a config.json's dict that asks for blocks of multi-token prediction, if its family has such."""
+    return {**raw, "mtp": True} if "mtp" in family_of(raw, where).config.model_fields else dict(raw)
+
+
 def implementation_of(raw: Mapping[str, Any]) -> Implementation:
     """Return whose code computes the model of a config.json's dict, as the dict says itself."""
     return "transformers" if raw.get("implementation") == "transformers" else "auto"

@@ -181,6 +181,15 @@ class Layout:
             todo = f"{change}, or start {ranks} (torchrun --nproc-per-node {self.world})"
             raise BadInput("layout", expected=expected, found=f"{world:,} started", todo=todo)
 
+    def check_blocks(self, blocks: int) -> None:
+        """Refuse more stages than there are blocks."""
+        if self.stages > blocks:
+            virtual = self.virtual_stages
+            most = max(blocks // virtual, 1)
+            each = "one block a stage" if virtual == 1 else f"{virtual} stages a rank, one block a stage"
+            todo = nearest("pipeline", [most], self.pipeline)
+            refuse_layout("pipeline", f"at most {most}, {each}", self.pipeline, todo)
+
     def check_length(self, length: int, where: str, key: str) -> None:
         """Refuse a sequence length that cannot be cut into the layout's equal pieces."""
         unit = 2 * self.context if self.context > 1 else 1

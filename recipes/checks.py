@@ -81,6 +81,11 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         uneven = several and len(section.arguments) != count
         yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
     rows, keys = recipe.data, recipe.data.model_fields_set
+    names = rows.module or rows.tokens
+    sources, weights = len(names) if isinstance(names, list) else 1, rows.weights
+    expected = f"{counted(sources, 'number')}, one for each source, each above 0"
+    uneven = weights is not None and (len(weights) != sources or min(weights) <= 0)
+    yield Rule(uneven, "data.weights", expected, weights)
     unstated = rows.tokens is not None and "sequence_length" not in keys
     yield Rule(unstated, "data.sequence_length", "the number of tokens in a row", "none")
     for key in ("documents", "samples", "overlong"):
@@ -130,7 +135,9 @@ def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
     yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
     decay, room = decay_steps(section, steps), steps - section.warmup
     expected = f"at most the {counted(max(0, room), 'step')} after the warm-up"
-    yield Rule(wsd and decay > room, "optimizer.decay", expected, decay)
+    actual = f"{decay}, a tenth of the run" if section.decay is None else decay
+    todo = f"Raise steps = {steps} or lower optimizer.warmup = {section.warmup}"
+    yield Rule(wsd and decay > room, "optimizer.decay", expected, actual, todo)
     half = (section.scale_lr is None) != (section.reference_batch is None)
     pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
     yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", pair)

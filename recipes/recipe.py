@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator
 from ..layers import PinnedBackend, Scaling
 from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
+from ..models.zoo import predicting
 from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation, require
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
@@ -201,8 +202,8 @@ def read_config(section: sections.ModelSection) -> dict[str, Any]:
         if section.size is not None:
             fields = published_size(section.size).with_fields(fields)
     fields = implemented_by(fields, section.implementation)
+    where = section.config if isinstance(section.config, str) else "recipe: model.config"
     if not isinstance(section.config, str):
-        where = "recipe: model.config"
         family = family_of(fields, where)
         # In a config.json such a key gives a warning, since other programs write some; here it is a mistake.
         for key in family.config.unknown_keys(fields):
@@ -210,7 +211,7 @@ def read_config(section: sections.ModelSection) -> dict[str, Any]:
                 todo = nearest(key, map(family.config.spelled, family.config.model_fields))
                 expected = f"a key that {family.model_type} reads"
                 raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
-    return fields if section.mtp is None else {**fields, "mtp": True}
+    return fields if section.mtp is None else predicting(fields, where)
 
 
 def shipped_recipes() -> list[str]:

@@ -21,10 +21,12 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     for targets that the model does not have.
     """
     adapter_family = adapted(base.family, recipe_shape(lora, base))
-    family, idle = adapter_family.of_trained(base.model_config)
     if lora.init_from is None:
+        adapter_family.check(base.model_config, "recipe: lora")
+    family, idle = adapter_family.of_trained(base.model_config)
+    if lora.init_from is None and idle:
         family.check(base.model_config, "recipe: lora")
-    else:
+    elif lora.init_from is not None:
         expected = "adapters of modules that a loss of tokens reads"
         todo = "`trilith merge-lora` adds such adapters to the weights"
         require(not idle, "recipe", "lora.init_from", expected, idle and idle[0], todo)

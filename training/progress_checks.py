@@ -2,8 +2,10 @@
 user's own code. Refuse to resume from a checkpoint, or to start with a rank, whose identity differs.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ def identity_of_run(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
     own: Mapping[str, str] = {} if plan.own is None else plan.own.identity
     return {
         **own,
-        "fingerprint": plan.batches.fingerprint,
         "sequence_length": recipe.data.sequence_length,
         "global_batch": recipe.data.global_batch,
         "seed": recipe.seed,
+        "fingerprint": plan.batches.fingerprint,
     }
 
 
@@ -53,30 +55,46 @@ def check_progress(
         if key in own:
             say(f"{key}: {value}; up to step {progress.step} it was {stored}")
         else:
-            batches = plan.batches if key == "fingerprint" else None
-            paths = [str(file.path) for file in batches.files] if isinstance(batches, GlobalBatches) else []
-            files = f", of {', '.join(paths)}" if paths else ""
+            name, expected, actual = _recipe_key(recipe, key), f"{stored}", f"{value}"
+            if key == "fingerprint" and isinstance(plan.batches, GlobalBatches):
+                name, expected, actual = _other_rows(expected, actual)
+                paths = ", ".join(str(file.path) for file in plan.batches.files)
+                actual += f", of {paths}" * (name == "data.tokens")
             raise BadInput(
-                newest, _recipe_key(recipe, key, f"{stored}", f"{value}"),
-                expected="what the run began with, which is not stated" if stored is None else stored,
-                found=f"{value}{files}",
+                newest, name,
+                expected="what the run began with, which is not stated" if stored is None else expected,
+                found=actual,
                 todo="Resume with the data that the run began with, or start a new run with model.init_from",
             )  # fmt: skip
 
 
-def _recipe_key(recipe: Recipe, key: str, stored: str = "", now: str = "") -> str:
-    """Return the key of the recipe that decides a fact of ``identity_of_run``: ``now``, and as it was stored.
+#: A source of a fingerprint of batches: by keys of ``[data]``, what each decides.
+_SOURCE = re.compile(
+    r"((?P<weights>\d+/\d+) of )?((?P<documents>separate) documents of |(?P<samples>\w+) samples of )?"
+    r"(?P<tokens>[\w-]+)(, (?P<overlong>\w+) at \d+)?"
+)
 
-    A fingerprint of one file ends with that of its tokens, and begins with how rows are made of them.
-    """
+
+def _other_rows(stored: str, now: str) -> tuple[str, str, str]:
+    """Return the key by which two fingerprints of batches differ, and what it was and is."""
+    sources = [[_SOURCE.fullmatch(each) for each in text.split(" + ")] for text in (stored, now)]
+    for key in ("tokens", "weights", "documents", "samples", "overlong"):
+        values = [[match and match[key] for match in each] for each in sources]
+        changes = [pair for pair in zip_longest(*values) if pair[0] != pair[1]]
+        if changes and key == "tokens":
+            break
+        if changes:
+            was, became = (dict.fromkeys(pair[side] or "joined" for pair in changes) for side in (0, 1))
+            return f"data.{key}", ", ".join(was), ", ".join(became)
+    return "data.tokens", stored, now
+
+
+def _recipe_key(recipe: Recipe, key: str) -> str:
+    """Return the key of the recipe that decides a fact of ``identity_of_run``."""
     section, _, fact = key.rpartition(".")
     section = section or "data"
-    if fact == "fingerprint" and recipe.data.module is not None:
-        return f"{section}.module"
     if fact == "fingerprint":
-        same = stored.rpartition(" ")[2] == now.rpartition(" ")[2] != "" and " + " not in stored + now
-        how = "samples" if " samples of " in now else "documents"
-        return f"{section}.{how if same else 'tokens'}"
+        return f"{section}.{'tokens' if recipe.data.module is None else 'module'}"
     return f"{section}.{fact}" if fact in type(recipe.data).model_fields else key
 
 

@@ -173,8 +173,6 @@ def _opened(
     names_or_name = section.tokens if section.module is None else section.module
     assert names_or_name is not None
     names = [names_or_name] if isinstance(names_or_name, str) else names_or_name
-    one_each = weights is None or len(weights) == len(names)
-    require(one_each, "recipe", "data.weights", f"{counted(len(names), 'number')}, one a file", weights)
     if section.module is None:
         files = [TokenFile.open(Path(name)) for name in names]
         mixture = list(zip(files, weights or [float(len(file.tokens)) for file in files], strict=True))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
+from ..checkpoints.mirror import check_apart
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..data.token_index import check_vocabulary
@@ -22,7 +23,7 @@ from ..runs.trackers import check_trackers
 from ..simulation.kinds_of_blocks import one_block_of_each_kind
 from ..simulation.model_flops import TokenFlops, flops_of_token, flops_per_token
 from ..storage import companions_in
-from ..storage.file_names import CONFIG
+from ..storage.file_names import CHECKPOINTS, CONFIG
 from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
 from ..system import counted
@@ -75,6 +76,8 @@ def plan(recipe: Recipe) -> Plan:
     inputs = (recipe.model.init_from, None if recipe.lora is None else recipe.lora.init_from)
     check_place(Path(recipe.out), [Path(path) for path in inputs if path is not None])
     check_trackers(recipe.watch.trackers)
+    if recipe.checkpoint.mirror is not None:  # which also is a URL that an installed package understands
+        check_apart(RemoteFolder(recipe.checkpoint.mirror), Path(recipe.out) / CHECKPOINTS)
     if recipe.model.module is not None:
         return _plan_own(recipe)
     if recipe.model.init_from is not None:
@@ -178,8 +181,6 @@ def check_run(recipe: Recipe) -> RunPlan:
     """
     recipe = recipe.on(device_here(recipe.device))
     planned = plan(recipe)
-    if recipe.checkpoint.mirror is not None:
-        RemoteFolder(recipe.checkpoint.mirror)  # refuses a URL that no installed package understands
     items = None if planned.own is None else planned.own.items
     batches = items or open_data(recipe)
     if isinstance(batches, GlobalBatches):
@@ -193,6 +194,7 @@ def check_run(recipe: Recipe) -> RunPlan:
             check_tokenizer(held_out.batches, Path(folder), "recipe: evaluation.tokens")
     if planned.own is None:
         model = planned.family.on_meta(planned.config)
+        model.check_attention(recipe.attention_backend)
         check_documents(batches, model, "recipe", "data.tokens")
         if held_out is not None:
             check_documents(held_out.batches, model, "recipe", "evaluation.tokens")

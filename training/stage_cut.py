@@ -62,6 +62,7 @@ def cut_stages(
         models: list[Any] = [*family.stages_on_meta(config, layout, split=split)]
         blocks_of = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
         return StageCut(tuple(blocks_of[number] for number in sorted(blocks_of)), (), layout)
+    layout.check_blocks(config.num_hidden_layers)
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
     blocks = _forward_flops(family, config, sequence_length)
     if split is None:

@@ -192,6 +192,9 @@ class CausalLM(nn.Module):
         """Return the numbers of tokens above which all of a document's tokens are rotated otherwise."""
         return {rope.by_length for rope in self.rotary.values() if rope.by_length is not None}
 
+    def check_attention(self, backend: PinnedBackend) -> None:
+        """Refuse a backend where attention is not ours, as it always is in the zoo."""
+
     def pin_attention(self, backend: PinnedBackend) -> None:
         """Let ``backend`` compute all attention."""
         set_attention_backend(self, backend)

@@ -15,7 +15,6 @@ from ...parallel_state import (
     Layout,
     Normal,
     from_validation,
-    nearest,
     nearest_divisors,
     nearest_multiples,
     refuse_layout,
@@ -277,12 +276,7 @@ class ModelConfig(BaseModel):
                 others = nearest_multiples(f"{key} on tensor={layout.tensor}", layout.tensor, number)
                 todo = f"{nearest_divisors('tensor', common, layout.tensor)}. {others}"
                 refuse_layout("tensor", f"a divisor of {key}={number}", layout.tensor, todo)
-        if layout.stages > self.num_hidden_layers:
-            virtual = layout.virtual_stages
-            most = max(self.num_hidden_layers // virtual, 1)
-            blocks = "one block a stage" if virtual == 1 else f"{virtual} stages a rank, one block a stage"
-            todo = nearest("pipeline", [most], layout.pipeline)
-            refuse_layout("pipeline", f"at most {most}, {blocks}", layout.pipeline, todo)
+        layout.check_blocks(self.num_hidden_layers)
 
     @classmethod
     def _without_unread(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -133,11 +133,14 @@ class Adopted(CausalLM):
             parent, _, name = path.rpartition(".")
             yield self.hf.get_submodule(parent)._modules, {name: StandIn(self.hf.get_submodule(path))}
 
-    def pin_attention(self, backend: PinnedBackend) -> None:
-        """Let ``backend`` compute all attention, if attention is ours."""
+    def check_attention(self, backend: PinnedBackend) -> None:
         if backend != "auto" and not self.can_cache:
             kind, why = self.config.model_type, self.shown.no_context
             raise BadInput(kind, "attention_backend", expected="auto", found=backend, todo=why)
+
+    def pin_attention(self, backend: PinnedBackend) -> None:
+        """Let ``backend`` compute all attention, if attention is ours."""
+        self.check_attention(backend)
         for module in self.modules():
             vars(module)["trilith_backend"] = backend
 

@@ -183,10 +183,12 @@ def _matches(names: Names, module: str) -> bool:
 
 def _by_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:
     """Return the value of the first pattern that the name ends with, or ``otherwise``."""
-    for pattern, value in patterns.items():
-        if compiled(rf"(.*\.)?({pattern})$").find("match", module):
-            return value
-    return otherwise
+    return next((value for pattern, value in patterns.items() if ends_with(module, pattern)), otherwise)
+
+
+def ends_with(module: str, pattern: str) -> bool:
+    """Tell whether a pattern of ``rank_pattern`` or ``alpha_pattern`` takes this module, as PEFT's do."""
+    return compiled(rf"(.*\.)?({pattern})$").find("match", module) is not None
 
 
 def _plain(number: float) -> float | int:

@@ -16,7 +16,7 @@ from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
 from ..base.family import Family, making
 from ..base.hugging_face_names import Link, shapes_of
-from .config import LoraConfig
+from .config import LoraConfig, ends_with
 from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites
 
 _LEFT_OUT = "What it names is left out by exclude_modules or layers_to_transform"
@@ -165,6 +165,13 @@ class AdaptedFamily(Family):
                 if not _named(name, among):
                     todo = _LEFT_OUT if key == "target_modules" and _named(name, all_sites) else ""
                     raise BadInput(where, key, expected=expected, found=repr(name), todo=todo)
+
+        targets = {site.name for site in self.sites(config)} | {stack.name for stack in self.stacks(config)}
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(lora, key):
+                if not any(ends_with(name, pattern) for name in targets):
+                    expected = "a pattern that the name of a layer with adapters ends with"
+                    raise BadInput(where, key, expected=expected, found=repr(pattern))
 
     def check_peft(self, config: ModelConfig) -> None:
         """Refuse adapters that ``peft`` would attach to other modules. In a model with experts, PEFT

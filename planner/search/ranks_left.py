@@ -12,7 +12,7 @@ from ..dry_run import device_room
 from ..time import MACHINES, Machine
 from .choice import recipe_of
 from .find import Found, find_layouts
-from .request import left_as_it_is, request_of
+from .request import check_searched, left_as_it_is, request_of
 
 #: Layouts to find: the one to take, and the next, for comparison.
 _SHOWN = 2
@@ -35,6 +35,8 @@ def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
     for used in range(ranks, 0, -1):
         if used == recipe.layout.world:
             return recipe, _line(recipe, ranks, used, "the recipe's own layout")
+        todo = "Name a layout in place of --fit, such as layout.data=2, or start the recipe's number of ranks"
+        check_searched(recipe, "train", "--fit", todo)
         request = request_of(Path(recipe.out).name, raw, machine, used)
         try:
             search = find_layouts(request, shown=_SHOWN)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models import AdaptedFamily, Family, ModelConfig, family_of, published_size, published_sizes
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, require
 from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
@@ -122,14 +122,21 @@ def read_request(
 def request_of(name: str, raw: dict[str, Any], machine: Machine, gpus: int) -> Request:
     """Return the request for a recipe as plain data, without what a search chooses."""
     recipe = parse_recipe(raw, f"plan {name}")
-    if recipe.compute == "float8" or any(group.freeze for group in recipe.optimizer.groups):
-        expected = "a recipe without float8 and without frozen groups of parameters"
-        todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
-        raise BadInput(f"plan {name}", "MODEL", expected=expected, found="one of these", todo=todo)
+    todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
+    check_searched(recipe, f"plan {name}", "MODEL", todo)
     machine.peak(recipe.compute_dtype)  # refuses a data type that it has no speed of
     planned, _ = plan_without_weights(recipe)
     room = usable(machine.memory, recipe.memory.headroom)
     return Request(name, recipe, raw, planned.family, planned.config, machine, gpus, room)
+
+
+def check_searched(recipe: Recipe, where: str, key: str, todo: str) -> None:
+    """Refuse a recipe with what the search does not plan."""
+    groups = enumerate(recipe.optimizer.groups)
+    frozen = [f"optimizer.groups[{number}].freeze" for number, group in groups if group.freeze]
+    unplanned = ["compute = float8"] * (recipe.compute == "float8") + frozen
+    expected = "a recipe without float8 and without frozen groups of parameters"
+    require(not unplanned, where, key, expected, ", ".join(unplanned), todo)
 
 
 def _template(model: str) -> tuple[str, dict[str, Any], int | None]:

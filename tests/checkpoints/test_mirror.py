@@ -25,7 +25,7 @@ from trilith.storage import remote_folder
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.output_places import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
-from trilith.training import check_run
+from trilith.training.run_plan import plan
 
 
 def written(root, step, width=8):
@@ -193,13 +193,12 @@ def another_model_before(folder):
     Mirror(RemoteFolder(str(folder / "mirror")), keep=9).copy(written(folder / "run", 6, width=3))
 
 
-def with_tokens(folder):
-    write_tokens(folder / "tokens")
+def plan_recipe(mirror):
+    def call(folder):
+        saving = {"mirror": mirror.replace("OUT", str(folder / "run"))}
+        plan(parse_recipe(tiny_recipe(folder / "run", folder / "tokens", checkpoint=saving)))
 
-
-def begin_recipe(folder):
-    raw = tiny_recipe(folder / "run", folder / "tokens", checkpoint={"mirror": "nosuch://bucket"})
-    check_run(parse_recipe(raw))
+    return call
 
 
 def restore_recipe(folder):
@@ -216,7 +215,8 @@ test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals
     Refused("another model", begin("mirror", width=8), "of another model than", given=another_model),
     Refused("an older copy of another model", begin("mirror"), "mirror/step-00000005: .* of another model",
             given=another_model_before),
-    Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch", given=with_tokens),
+    Refused("unknown store in a recipe", plan_recipe("nosuch://bucket"), "nosuch"),
+    Refused("the folder itself in a recipe", plan_recipe("OUT"), "outside the run's folder"),
     Refused("no mirror to restore from", restore_recipe, r"checkpoint\.restore: expected checkpoint\.mirror"),
 )  # fmt: skip
 

@@ -284,5 +284,18 @@ def test_a_packed_run_is_bitwise_the_same_without_prefetch_resumed_and_close_in_
 
 def test_f12_a_run_does_not_go_on_with_rows_made_otherwise(tmp_path, chat):
     run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, stop_after=2))
-    with pytest.raises(RankError, match=r"data\.samples: expected packed samples.*found single samples"):
-        run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, data={"samples": "single"}))
+    text = write_tokens(tmp_path / "text", count=400)
+    begun = {"tokens": [str(chat), str(text)], "overlong": "drop", "sequence_length": 8}
+    run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "two", chat, data=begun, stop_after=2))
+    for out, key, value, says in (
+        ("run", "samples", "single", "expected packed, found single"),
+        ("two", "documents", "separate", "expected joined, found separate"),
+        ("two", "samples", "single", "expected packed, found single"),
+        ("two", "overlong", "truncate", "expected drop, found truncate"),
+        ("two", "weights", [1, 2], "expected [0-9/]+, [0-9/]+, found 1/3, 2/3"),
+        ("two", "tokens", [str(text), str(chat)], "expected .*found .*, of .*text, .*chat"),
+        ("two", "sequence_length", 12, "expected 8, found 12"),
+    ):
+        data = (begun if out == "two" else {}) | {key: value}
+        with pytest.raises(RankError, match=rf"data\.{key}: {says}\. Resume"):
+            run_parallel(run_recipe, 1, tiny_recipe(tmp_path / out, chat, data=data))

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from support.configs import MODELS
 from support.layout_cases import Layouts, Row, refused
@@ -171,6 +171,7 @@ def put(raw, key, value):
 FIXED = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@example(recipe("llama", {"pipeline": 4, "schedule": "zbv"}, {}, 1))  # whose blocks are too few for 8 stages
 @settings(FIXED, max_examples=150)
 @given(wild())
 def test_a_layout_is_legal_or_refused_with_numbers_that_are_E11(raw):

@@ -124,6 +124,9 @@ def test_without_the_key_it_is_left_out_and_a_reader_may_ask_for_it(folder):
         and "that predict further tokens" in said
         and asked.warnings == []
     )
+    save_file({name: tensor.read() for name, tensor in plain.catalog.items()}, folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"layers\.4\..*missing\. They are of multi-.*: leave out model\.mtp"):
+        read_source(folder, mtp=True)
     assert plain.model_config.mtp_blocks == 0 and asked.model_config.mtp_blocks == 1
     assert asked.catalog.keys() - plain.catalog.keys() == {
         one for one in asked.catalog if one.startswith("model.layers.4.")

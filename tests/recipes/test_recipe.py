@@ -155,6 +155,9 @@ test_a_bad_recipe_is_refused = refusals(
     ),
     refused("ring", "layout.ring=circle", r"layout\.ring: expected a valid boolean, found 'circle'"),
     refused("a last phase in the warm-up", f"{WSD} optimizer.decay=4", "most the 3 steps after the warm-up"),
+    refused(
+        "no step after the warm-up", f"{WSD} steps=7", r"found 1, a tenth of the run.*lower optimizer\.warm"
+    ),
     refused("masters", "compute=float16 dtype=bfloat16", "dtype: .* with compute = float16, found bfloat16"),
     *(
         refused(f"{key} alone", f"{key}={text}", f"{key}: expected .* beside it, found")

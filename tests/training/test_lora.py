@@ -147,7 +147,6 @@ def test_adapters_go_on_with_the_same_base_elsewhere_and_are_read_with_no_other(
         read_adapter(tmp_path / "run", read_source(tmp_path / "other"))
 
 
-@pytest.mark.filterwarnings("ignore:.*is unknown and ignored")
 @pytest.mark.parametrize("by", ["auto", "transformers"])
 def test_adapters_on_all_linears_pass_experts_over(by):
     """PEFT would take the linears beside experts for experts, so no such adapter is written for it."""
