@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..parallel_state import BadInput, ParallelState, engine
+from ..parallel_state.engine.autograd_and_compiler import differentiates_again
 from ..parallel_state.state import Axis
 
 
@@ -35,11 +36,13 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return _Pair.apply(grads[0], ctx.back, ctx.there), None, None
         return ctx.back(grads[0]), None, None
 
 

@@ -4,12 +4,16 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ...system.errors import BadInput
 
 #: A context in which operators compute with numbers, although code outside of it is traced or counted.
 outside_modes = _disable_current_modes
@@ -77,6 +81,27 @@ def after_backward(call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Tell whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def differentiates_again() -> bool:
+    """Tell, inside a backward, whether its gradients may be differentiated too (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def differentiable_once(what: str, todo: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a backward refuse ``create_graph=True``: a gradient of its gradients would be that of constants."""
+
+    def checking(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def checked(ctx: Any, *grads: Tensor) -> Any:
+            if differentiates_again():
+                expected = f"False with {what}, which has no gradients of gradients"
+                raise BadInput("backward", "create_graph", expected=expected, found=True, todo=todo)
+            return backward(ctx, *grads)
+
+        return checked
+
+    return checking
 
 
 def forward_number() -> int:
