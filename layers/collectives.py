@@ -89,7 +89,7 @@ def scatter_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial (B, S, ...) over the tensor ranks, and return this rank's piece of the sequence."""
     check_sequence(x, state)
     _check_divides(x, 1, state.tensor.size)
-    return pair(x, state.tensor, engine.reduce_scatter, engine.all_gather, dim=1)
+    return pair(x, state.tensor, _reduce_scatter, engine.all_gather, dim=1)
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
@@ -127,6 +127,11 @@ def _check_divides(x: Tensor, dim: int, size: int) -> None:
         expected = f"a length that tensor={size} divides"
         todo = "Change the sequence length or the tensor axis"
         raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return no view: what a row-parallel layer gives may then be changed in place (``y += x``)."""
+    return engine.reduce_scatter(x, dim, group).detach()
 
 
 def _alias(x: Tensor, group: ProcessGroup) -> Tensor:

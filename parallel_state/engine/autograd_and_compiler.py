@@ -95,7 +95,7 @@ def differentiable_once(what: str, todo: str = "") -> Callable[[Callable[..., An
         @wraps(backward)
         def checked(ctx: Any, *grads: Tensor) -> Any:
             if differentiates_again():
-                expected = f"False with {what}, which has no gradients of gradients"
+                expected = f"false with {what}, which has no gradients of gradients"
                 raise BadInput("backward", "create_graph", expected=expected, found=True, todo=todo)
             return backward(ctx, *grads)
 

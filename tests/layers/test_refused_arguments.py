@@ -178,7 +178,7 @@ CALLS = {
     "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", interval=0), "every"),
     "gradients of a loss's gradients": (
         lambda: loss_of_logits(50).sum().backward(create_graph=True),
-        r"create_graph: expected False with vocab_parallel_cross_entropy, .* F\.cross_entropy of gather_logits",
+        "create_graph: expected false with vocab_parallel_cross_entropy, which has no gradients of gradients",
     ),
     "a loss of no tokens at once": (lambda: loss_of_chunks(chunk=0), "loss_chunk"),
 }
