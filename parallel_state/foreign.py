@@ -45,6 +45,17 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
         actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
         raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
     refuse_lost_hooks(model, where)
+    _refuse_added(model, where)
+
+
+def _refuse_added(model: nn.Module, where: str) -> None:
+    """Refuse parameters that the model got after ``shard_over_data``: their gradients are this rank's own."""
+    shared = {p for module in model.modules() if "shared_over_data" in vars(module) for p in _inside(module)}
+    for name, parameter in model.named_parameters() if shared else ():
+        if parameter.requires_grad and parameter not in shared:
+            expected = "a parameter that shard_over_data has seen, as others are"
+            todo = "Add adapters and heads, and change parameters, before that call"
+            raise BadInput(where, name, expected=expected, found="a later one", todo=todo)
 
 
 def refuse_lost_hooks(model: nn.Module, where: str) -> None:

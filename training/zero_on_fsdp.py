@@ -40,6 +40,7 @@ from ..parallel_state.engine.fully_sharded import (
     follow_unfreezing,
     parameters_of,
     ranks_of,
+    refuse_outside,
     sum_on_one_rank,
 )
 from ..parallel_state.engine.gathered_weights import drop_after_evaluation
@@ -150,9 +151,11 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     of_experts = state.replica_group(experts=True) if stacks else None
     groups = {False: state.replica_group(), True: of_experts}
     sums = {experts: ReplicaSums(group) for experts, group in groups.items() if group is not None}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
         of_replicas = sums.get(module in stacks)
         if engine.is_sharded(module):
+            refuse_outside(module, names)
             if not state.layout.zero:
                 compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)

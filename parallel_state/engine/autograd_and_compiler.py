@@ -150,11 +150,28 @@ def compiler_errors() -> type[Exception]:
     return errors
 
 
+class OutsideOfForward:
+    """Be the hook of a shard, which gets no gradient but where the model's own forward is passed by."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, grad: Tensor) -> None:
+        """Refuse the gradient."""
+        raise BadInput(
+            "backward", self.name, expected="a gradient of the model's forward, which data ranks add up",
+            found="one of a computation with the parameter outside of it",
+            todo="Call the model; name other methods of it with torch's register_fsdp_forward_method",
+        )  # fmt: skip
+
+
 def has_hooks(parameter: torch.Tensor, *, of_sums: bool) -> bool:
     """Tell whether a backward that comes to this parameter calls a hook; ``of_sums``: one that is registered
     by ``register_post_accumulate_grad_hook`` counts too.
     """
-    return bool(parameter._backward_hooks or (of_sums and parameter._post_accumulate_grad_hooks))
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    own = all(isinstance(hook, OutsideOfForward) for hook in hooks)
+    return not own or bool(of_sums and parameter._post_accumulate_grad_hooks)
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:

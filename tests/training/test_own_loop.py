@@ -36,6 +36,7 @@ from trilith.parallel_state import (
     clip_gradients,
     finalize_gradients,
     initialize,
+    local,
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
@@ -233,6 +234,8 @@ UNFIT = {
     "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
     "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
     "hook, then a step": "SGD.step: weight: expected a parameter without hooks",
+    "passed by": "backward: weight: expected a gradient of the model's forward, which data ranks add up",
+    "added afterwards": "finalize_gradients: later: expected a parameter that shard_over_data has seen",
     "complex128": "shard_over_data: scale: expected real numbers, found complex ones",
     "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
 }
@@ -242,9 +245,15 @@ ZERO_3 = Layout.of(data=2, zero=3)
 def unfit(what, layout):
     state = ParallelState.start(layout)
     model = Unfit(what, state)
-    if what not in ("hook afterwards", "hook, then a step"):
+    if what not in ("hook afterwards", "hook, then a step", "passed by", "added afterwards"):
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
-    shard_over_data(model, state, Precision()).weight.register_hook(lambda grad: 3 * grad)
+    weight = shard_over_data(model, state, Precision()).weight
+    if what == "passed by":
+        return refusal_of(local(weight).sum().backward)
+    if what == "added afterwards":
+        model.later = nn.Parameter(torch.ones(2))
+    else:
+        weight.register_hook(lambda grad: 3 * grad)
     if what == "hook, then a step":
         return refusal_of(torch.optim.SGD(model.parameters()).step)
     return refusal_of(lambda: finalize_gradients(model, state=state))
@@ -255,7 +264,7 @@ def unfit(what, layout):
     ("hook", Layout(tensor=2)), ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
-    """Hooks would be left out silently; FSDP raises at the first forward for parameters of two dtypes."""
+    """Hooks and sums would be left out silently; FSDP raises at the first forward for two dtypes."""
     for line in run_parallel(unfit, 2, what, layout):
         assert re.search(UNFIT[what], line), line
 
