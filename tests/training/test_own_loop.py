@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from trilith.checkpoints import load, save
 from trilith.cli.app import run
 from trilith.layers import (
@@ -231,6 +232,7 @@ class Unfit(nn.Linear):
 
 
 UNFIT = {
+    "parametrized": "finalize_gradients: cut.weight: expected the parameter that is declared, found none",
     "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
     "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
     "hook, then a step": "SGD.step: weight: expected a parameter without hooks",
@@ -245,8 +247,11 @@ ZERO_3 = Layout.of(data=2, zero=3)
 def unfit(what, layout):
     state = ParallelState.start(layout)
     model = Unfit(what, state)
-    if what not in ("hook afterwards", "hook, then a step", "passed by", "added afterwards"):
+    if what not in ("hook afterwards", "hook, then a step", "passed by", "added afterwards", "parametrized"):
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
+    if what == "parametrized":
+        register_parametrization(model.cut, "weight", nn.Identity())
+        return refusal_of(lambda: finalize_gradients(model, state=state))
     weight = shard_over_data(model, state, Precision()).weight
     if what == "passed by":
         return refusal_of(local(weight).sum().backward)
@@ -260,8 +265,9 @@ def unfit(what, layout):
 
 
 @pytest.mark.parametrize(("what", "layout"), [
-    *((what, layout) for what in UNFIT for layout in (Layout.of(data=2), ZERO_3)),
-    ("hook", Layout(tensor=2)), ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
+    *((what, layout) for what in [*UNFIT][1:] for layout in (Layout.of(data=2), ZERO_3)),
+    ("parametrized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
+    ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
     """Hooks and sums would be left out silently; FSDP raises at the first forward for two dtypes."""
