@@ -53,7 +53,8 @@ class Fault(NamedTuple):
     todo: str = ""
 
 
-_ONE_TERM: Mapping[str, Term] = MappingProxyType({"loss": Term()})
+# No proxy: a loss that has them is sent to other processes.
+_ONE_TERM: Mapping[str, Term] = {"loss": Term()}
 
 
 class Loss(ABC):
