@@ -34,13 +34,13 @@ from ..parallel_state import (
     require,
 )
 from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.autograd_and_compiler import OutsideOfForward
 from ..parallel_state.engine.fully_sharded import (
     ReplicaSums,
     compute_with_stored,
     follow_unfreezing,
     parameters_of,
     ranks_of,
-    refuse_outside,
     sum_on_one_rank,
 )
 from ..parallel_state.engine.gathered_weights import drop_after_evaluation
@@ -155,7 +155,9 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     for module in model.modules():
         of_replicas = sums.get(module in stacks)
         if engine.is_sharded(module):
-            refuse_outside(module, names)
+            for parameter in parameters_of(module):
+                if parameter.requires_grad:
+                    parameter.register_hook(OutsideOfForward(names[parameter]))
             if not state.layout.zero:
                 compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .accelerator import is_host, use_in_current_stream
-from .autograd_and_compiler import OutsideOfForward, after_backward, in_backward
+from .autograd_and_compiler import after_backward, in_backward
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -206,17 +206,6 @@ class ReplicaSums:
     def _wait(self) -> None:
         while self.running:
             self.running.pop().wait()
-
-
-def refuse_outside(module: FSDPModule, names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse gradients of this module's shards themselves: no data rank would add them up.
-
-    What FSDP gathers for a forward is computed with in their place, and gets the gradients.
-    """
-    for group in _groups([module]):
-        for parameter in (fsdp_param.sharded_param for fsdp_param in group.fsdp_params):
-            if parameter.requires_grad:
-                parameter.register_hook(OutsideOfForward(names.get(parameter, "a parameter")))
 
 
 def follow_unfreezing(module: FSDPModule) -> None:
