@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, alone_or
 from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.autograd_and_compiler import differentiable_once
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids, padded_vocabulary
@@ -77,6 +78,7 @@ class _Chunked(torch.autograd.Function):
         return loss * scale
 
     @staticmethod
+    @differentiable_once("chunked_cross_entropy", "F.cross_entropy of gather_logits has them")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.ran:
             raise RuntimeError(

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..parallel_state import BadInput, ParallelState, engine
+from ..parallel_state.engine.autograd_and_compiler import differentiates_again
 from ..parallel_state.state import Axis
 
 
@@ -35,11 +36,13 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if differentiates_again():
+            return _Pair.apply(grads[0], ctx.back, ctx.there), None, None
         return ctx.back(grads[0]), None, None
 
 
@@ -86,7 +89,7 @@ def scatter_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial (B, S, ...) over the tensor ranks, and return this rank's piece of the sequence."""
     check_sequence(x, state)
     _check_divides(x, 1, state.tensor.size)
-    return pair(x, state.tensor, engine.reduce_scatter, engine.all_gather, dim=1)
+    return pair(x, state.tensor, _reduce_scatter, engine.all_gather, dim=1)
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
@@ -124,6 +127,11 @@ def _check_divides(x: Tensor, dim: int, size: int) -> None:
         expected = f"a length that tensor={size} divides"
         todo = "Change the sequence length or the tensor axis"
         raise BadInput("input", place, expected=expected, found=x.shape[dim], todo=todo)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return no view: what a row-parallel layer gives may then be changed in place (``y += x``)."""
+    return engine.reduce_scatter(x, dim, group).detach()
 
 
 def _alias(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,6 +1,7 @@
 """Multiply by weights cut along their rows; in backward, send one gradient while others are computed."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
-from ..parallel_state.engine.autograd_and_compiler import wanted_gradients
+from ..parallel_state.engine.autograd_and_compiler import differentiates_again, wanted_gradients
 from ..parallel_state.engine.collectives import all_reduce_start, reduce_scatter_start
 from .autocast import autocasts
-from .collectives import check_sequence, enter_tensor
+from .collectives import check_sequence, copy_to_tensor, enter_tensor, leave_tensor
 
 #: Each product's weight and bias, as this rank computes with them.
 WeightsAndBiases = Sequence[tuple[Tensor, Tensor | None]]
@@ -32,28 +33,37 @@ class _Products(torch.autograd.Function):
         whole = engine.all_gather(x, 1, state.tensor.group) if state.sequence else x
         pairs = [*zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)]
         ctx.state = state
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(whole, *weights_and_biases[::2])
         # Outputs that are no views may be changed in place, as by nn.ReLU(inplace=True).
-        return tuple(F.linear(whole, weight, bias).detach() for weight, bias in pairs if weight is not None)
+        outputs = (F.linear(whole, weight, bias).detach() for weight, bias in pairs if weight is not None)
+        # What is gathered is an output too: a gradient of gradients finds only those and inputs again.
+        return (*outputs, whole) if state.sequence else (*outputs,)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         state, (x, *weights) = ctx.state, ctx.saved_tensors
-        needed, coming, dx = wanted_gradients(ctx), None, None
+        needed, again = wanted_gradients(ctx), differentiates_again()
+        coming: Callable[[], Tensor] | None = None
+        outputs, dx = (grads[:-1], grads[-1]) if state.sequence else (grads, None)
         if needed[0]:
-            for grad, weight in zip(reversed(grads), reversed(weights), strict=True):  # autograd's order
-                dx = grad @ weight if dx is None else dx.add_(grad @ weight)
+            for grad, weight in zip(reversed(outputs), reversed(weights), strict=True):  # autograd's order
+                if grad is not None:
+                    part = grad @ weight
+                    dx = part if dx is None else dx + part if again else dx.add_(part)
             assert dx is not None
-            if state.sequence:
+            if again:
+                coming = partial(leave_tensor, dx, state)
+            elif state.sequence:
                 coming = reduce_scatter_start(dx, 1, state.tensor.group)
             else:
                 coming = all_reduce_start(dx, state.tensor.group)
         gradients: list[Tensor | None] = []
-        flat = x.flatten(0, -2)
-        for number, grad in enumerate(grads):
-            rows = grad.flatten(0, -2)
-            gradients.append(rows.t() @ flat if needed[2 + 2 * number] else None)
-            gradients.append(rows.sum(0) if needed[3 + 2 * number] else None)
+        flat = (copy_to_tensor(x, state) if again and not state.sequence else x).flatten(0, -2)
+        for number, grad in enumerate(outputs):
+            rows = None if grad is None else grad.flatten(0, -2)
+            gradients.append(rows.t() @ flat if rows is not None and needed[2 + 2 * number] else None)
+            gradients.append(rows.sum(0) if rows is not None and needed[3 + 2 * number] else None)
         return None if coming is None else coming(), None, *gradients
 
 
@@ -68,4 +78,5 @@ def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: Para
         return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
         check_sequence(x, state)
-    return [*_Products.apply(x, state, *(part for pair in weights_and_biases for part in pair))]
+    outputs = _Products.apply(x, state, *(part for pair in weights_and_biases for part in pair))
+    return [*outputs[: len(weights_and_biases)]]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
+from ..parallel_state.engine.autograd_and_compiler import differentiable_once
 from ..parallel_state.engine.kernels import scaled_mm
 from .parallel_linear import ParallelLinear
 
@@ -122,6 +123,7 @@ class _Products(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @differentiable_once("a product in float8")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         how, count, saved = ctx.how, len(gradients), ctx.saved_tensors
         tensorwise, cut = how.scaling == "tensorwise", how.cut == "rows"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, alone_or, engine
 from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.autograd_and_compiler import differentiable_once
 from .autocast import without_autocast
 from .compile import or_plain
 from .embedding import check_ids, padded_vocabulary
@@ -213,6 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.view(labels.shape)
 
     @staticmethod
+    @differentiable_once("vocab_parallel_cross_entropy", "F.cross_entropy of gather_logits has them")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         # Logits that were overwritten cannot be unpacked again: autograd refuses a second backward.
         logits, *rows = ctx.saved_tensors

@@ -3,7 +3,7 @@ hooks of parameters that no backward would call.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..system import counted
 from ..system.errors import BadInput
+from .declaration import Declaration
 from .engine import fsdp_modules, is_dtensor, is_sharded
 from .engine.autograd_and_compiler import has_hooks
 from .engine.fully_sharded import parameters_of, ranks_of
+from .layout import Layout
 from .state import ParallelState
 
 #: The models of several ranks that were seen here, each with the state that it was cut with.
@@ -45,6 +47,34 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
         actual = f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}"
         raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
     refuse_lost_hooks(model, where)
+    _refuse_added(model, where)
+    _refuse_replaced(model, state.layout, where)
+
+
+def _refuse_replaced(model: nn.Module, layout: Layout, where: str) -> None:
+    """Refuse what a parametrization, or pruning, trains in the place of a parameter that is declared as cut,
+    partial or of both ends: it is not declared, and would pass for whole on every rank.
+    """
+    for path, module in model.named_modules():
+        declared: Mapping[str, Declaration] = vars(module).get("declared", {})
+        for leaf in declared.keys() - module._parameters.keys():
+            stated = declared[leaf]
+            of_tensor = layout.tensor > 1 and (stated.cut or stated.partial)
+            if of_tensor or (layout.pipeline > 1 and stated.ends) or (layout.expert > 1 and stated.experts):
+                raise BadInput(
+                    where, f"{path}.{leaf}".strip("."), expected="the parameter that is declared",
+                    found="none", todo="A parametrization trains others: compute with it in forward instead",
+                )  # fmt: skip
+
+
+def _refuse_added(model: nn.Module, where: str) -> None:
+    """Refuse parameters that the model got after ``shard_over_data``: their gradients are this rank's own."""
+    shared = {p for module in model.modules() if "shared_over_data" in vars(module) for p in _inside(module)}
+    for name, parameter in model.named_parameters() if shared else ():
+        if parameter.requires_grad and parameter not in shared:
+            expected = "a parameter that shard_over_data has seen, as others are"
+            todo = "Add adapters and heads, and change parameters, before that call"
+            raise BadInput(where, name, expected=expected, found="a later one", todo=todo)
 
 
 def refuse_lost_hooks(model: nn.Module, where: str) -> None:

@@ -53,7 +53,8 @@ class Fault(NamedTuple):
     todo: str = ""
 
 
-_ONE_TERM: Mapping[str, Term] = MappingProxyType({"loss": Term()})
+# No proxy: a loss that has them is sent to other processes.
+_ONE_TERM: Mapping[str, Term] = {"loss": Term()}
 
 
 class Loss(ABC):
@@ -61,27 +62,31 @@ class Loss(ABC):
 
     Sums and counts are equal on the ranks of a tensor group. Each context rank sums and counts what it holds:
     its own tokens; and of a row that they hold together, each of them the row (``layers.sum_over_context``).
+
+    A subclass may have as attributes or methods; its constructor is its own:
+
+    - ``sequence``: the samples that context ranks cut, each with its dim. Others are given whole.
+    - ``group``: rows that stand together, such as the two of a pair: a micro-batch holds whole groups.
+    - ``count(samples)`` tells before the forward what each term's sum is divided by, of this rank's samples,
+      which context ranks have cut. Without it there is one term, whose count comes with its sum; gradients
+      are divided at the end, so routers, whose losses are not, may have no losses.
+    - ``count_labels(number)`` tells the same from the number of labels that count. With it, a batch may be
+      one whose rows are read later (``data.batch.BatchParts``).
+    - ``collect(output, samples)``, for a loss that compares all rows of the step, returns a row for each
+      sample of a micro-batch. It is called in a forward without gradients that runs first.
+    - ``whole_step(rows, mine, samples)``, beside it, on the last stage: ``rows`` are what it returned of all
+      samples of the step in their order, ``mine`` the slice of them that is this data rank's, ``samples``
+      this rank's. It returns samples, a row for each of this rank's, that ``__call__`` then finds beside the
+      others.
     """
 
-    #: The samples that context ranks cut, each with its dim. Others are given whole.
     sequence: Mapping[str, int] = MappingProxyType({})
-    #: Rows that stand together, such as the two of a pair: a micro-batch holds whole groups.
     group = 1
     #: What ``find_faults`` looks for.
     faults: ClassVar[tuple[Fault, ...]] = ()
-    #: For a loss that compares all rows of the step: a function of a micro-batch's output and samples, which
-    #: returns a row for each sample. It is called in a forward without gradients that runs first.
     collect: Callable[[Any, Samples], Tensor] | None = None
-    #: Beside ``collect``, on the last stage: a function of the rows that it returned, of all samples of the
-    #: step in their order; of which of them are this data rank's; and of this rank's samples. It returns
-    #: samples, a row for each of this rank's, that the calls then find beside the others.
     whole_step: Callable[[Tensor, slice, Samples], Samples] | None = None
-    #: A function that tells before the forward what each term's sum is divided by, of this rank's samples,
-    #: which context ranks have cut. Without it there is one term, whose count comes with its sum; gradients
-    #: are divided at the end, so routers, whose losses are not, may have no losses.
     count: Callable[[Samples], Mapping[str, Tensor | float]] | None = None
-    #: A function that tells the same from the number of labels that count. With it, a batch may be one whose
-    #: rows are read later (``data.batch.BatchParts``).
     count_labels: Callable[[float], Mapping[str, Tensor | float]] | None = None
 
     @cached_property  # unlike a property's, its place may be set

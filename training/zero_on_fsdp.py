@@ -34,6 +34,7 @@ from ..parallel_state import (
     require,
 )
 from ..parallel_state.engine import accelerator
+from ..parallel_state.engine.autograd_and_compiler import OutsideOfForward
 from ..parallel_state.engine.fully_sharded import (
     ReplicaSums,
     compute_with_stored,
@@ -150,9 +151,13 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     of_experts = state.replica_group(experts=True) if stacks else None
     groups = {False: state.replica_group(), True: of_experts}
     sums = {experts: ReplicaSums(group) for experts, group in groups.items() if group is not None}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
         of_replicas = sums.get(module in stacks)
         if engine.is_sharded(module):
+            for parameter in parameters_of(module):
+                if parameter.requires_grad:
+                    parameter.register_hook(OutsideOfForward(names[parameter]))
             if not state.layout.zero:
                 compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)

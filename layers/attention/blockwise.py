@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...parallel_state import engine
-from ...parallel_state.engine.autograd_and_compiler import wanted_gradients
+from ...parallel_state.engine.autograd_and_compiler import differentiable_once, wanted_gradients
 from ...parallel_state.engine.kernels import flash_attention, flash_attention_backward
 from ..autocast import without_autocast
 from ..rounds import rounds
@@ -179,6 +179,7 @@ class WholeAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once("this attention")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sums = ctx.saved_tensors
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, log_sums, sinks)

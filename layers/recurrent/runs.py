@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState, engine
+from ...parallel_state.engine.autograd_and_compiler import differentiates_again
 from ..attention.inputs import AttentionInputs
 from ..collectives import pair
 from ..context_chunks import own_chunks
@@ -144,13 +145,11 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        inputs = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-        ]
+        needed, inputs, again = ctx.needs_input_grad[1:], ctx.saved_tensors, differentiates_again()
+        if not again:
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
         with torch.enable_grad():
             outputs = ctx.function(*inputs)
         with_gradient = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, with_gradient, grads[0]))
+        gradients = iter(torch.autograd.grad(outputs, with_gradient, grads[0], create_graph=again))
         return None, *(next(gradients) if need else None for need in needed)

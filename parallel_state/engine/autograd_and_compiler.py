@@ -4,12 +4,16 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ...system.errors import BadInput
 
 #: A context in which operators compute with numbers, although code outside of it is traced or counted.
 outside_modes = _disable_current_modes
@@ -79,6 +83,27 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def differentiates_again() -> bool:
+    """Tell, inside a backward, whether its gradients may be differentiated too (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def differentiable_once(what: str, todo: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a backward refuse ``create_graph=True``: a gradient of its gradients would be that of constants."""
+
+    def checking(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def checked(ctx: Any, *grads: Tensor) -> Any:
+            if differentiates_again():
+                expected = f"false with {what}, which has no gradients of gradients"
+                raise BadInput("backward", "create_graph", expected=expected, found=True, todo=todo)
+            return backward(ctx, *grads)
+
+        return checked
+
+    return checking
+
+
 def forward_number() -> int:
     """Return the number that this thread gives to the next operator of which autograd takes notice."""
     number: int = torch._C._autograd._get_sequence_nr()
@@ -125,11 +150,28 @@ def compiler_errors() -> type[Exception]:
     return errors
 
 
+class OutsideOfForward:
+    """Be the hook of a shard, which gets no gradient but where the model's own forward is passed by."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, grad: Tensor) -> None:
+        """Refuse the gradient."""
+        raise BadInput(
+            "backward", self.name, expected="a gradient of the model's forward, which data ranks add up",
+            found="one of a computation with the parameter outside of it",
+            todo="Call the model; name other methods of it with torch's register_fsdp_forward_method",
+        )  # fmt: skip
+
+
 def has_hooks(parameter: torch.Tensor, *, of_sums: bool) -> bool:
     """Tell whether a backward that comes to this parameter calls a hook; ``of_sums``: one that is registered
     by ``register_post_accumulate_grad_hook`` counts too.
     """
-    return bool(parameter._backward_hooks or (of_sums and parameter._post_accumulate_grad_hooks))
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    own = all(isinstance(hook, OutsideOfForward) for hook in hooks)
+    return not own or bool(of_sums and parameter._post_accumulate_grad_hooks)
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ class Context:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_torch_s_rules_for_a_gpu_s_kernels_are_kept(scaling):
     """Shapes, strides and scales, as torch checks them for tensors that say that they are on a GPU."""
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         x, g = (torch.empty(2, 9, width, dtype=torch.bfloat16, device="cuda") for width in (32, 48))
         weight = torch.empty(48, 32, dtype=torch.bfloat16, device="cuda")
         context, how = Context(), Float8(scaling, "rows", alone_or(None))

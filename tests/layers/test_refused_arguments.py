@@ -70,7 +70,7 @@ def loss_of_chunks(chunk=2, rows=128):
 
 def loss_of_logits(columns, state=None):
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    return vocab_parallel_cross_entropy(torch.ones(1, 2, columns), ids, 50, state=state)
+    return vocab_parallel_cross_entropy(torch.ones(1, 2, columns, requires_grad=True), ids, 50, state=state)
 
 
 def wide_values():
@@ -176,6 +176,10 @@ CALLS = {
     ),
     "an unknown checkpointing": (lambda: checkpoint_blocks([], "some"), "checkpointing"),
     "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", interval=0), "every"),
+    "gradients of a loss's gradients": (
+        lambda: loss_of_logits(50).sum().backward(create_graph=True),
+        "create_graph: expected false with vocab_parallel_cross_entropy, which has no gradients of gradients",
+    ),
     "a loss of no tokens at once": (lambda: loss_of_chunks(chunk=0), "loss_chunk"),
 }
 test_an_argument_that_cannot_be_is_refused = refusals(

@@ -52,6 +52,7 @@ from trilith.layers import (
 )
 from trilith.layers.collectives import own_piece
 from trilith.parallel_state import (
+    BadInput,
     Layout,
     Normal,
     ParallelState,
@@ -108,8 +109,15 @@ class Row:
         seeds = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in y_whole]
         for number, (a, b) in enumerate(zip(y_whole, y_mine, strict=True)):
             self._check(f"output {number}", _piece(a, leaves, state), b)
+        mine_seeds = [_piece(seed, leaves, state) for seed in seeds]
+        if self.ids is None:  # gradients of the input's gradient count too, where the layer has them
+            again = [
+                _with_gradient(y_whole, x_whole, seeds, x),
+                _with_gradient(y_mine, x_mine, mine_seeds, _piece(x, enters, state)),
+            ]
+            assert again[0] == again[1]
         torch.autograd.backward(y_whole, seeds)
-        torch.autograd.backward(y_mine, [_piece(seed, leaves, state) for seed in seeds])
+        torch.autograd.backward(y_mine, mine_seeds)
         finalize_gradients(mine, state=state)
         if self.ids is None:
             assert x_whole.grad is not None and x_mine.grad is not None
@@ -143,14 +151,26 @@ def made_alike(make: Make, state: ParallelState, *, seed: int = 0) -> tuple[nn.M
     return whole, make(state)
 
 
+def _with_gradient(outputs: list[Tensor], x: Tensor, seeds: list[Tensor], seed: Tensor) -> bool:
+    """Add the gradient of ``x`` to the outputs, and its seed to theirs, if it can be differentiated."""
+    try:
+        (gradient,) = torch.autograd.grad(outputs, x, seeds, create_graph=True)
+        torch.autograd.grad(gradient, x, seed, retain_graph=True, allow_unused=True)
+    except (BadInput, RuntimeError):
+        return False
+    outputs.append(gradient)
+    seeds.append(seed)
+    return True
+
+
 def _piece(x: Tensor, dim: int | None, state: ParallelState) -> Tensor:
     if dim is None or state.tensor.size == 1:
         return x
     return own_piece(x, dim % x.ndim, state.tensor.group)
 
 
-def _outputs(y: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (y,) if isinstance(y, Tensor) else tuple(y)
+def _outputs(y: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [y] if isinstance(y, Tensor) else [*y]
 
 
 def compare_rows(layout: Layout, names: Sequence[str]) -> None:

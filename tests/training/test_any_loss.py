@@ -1,5 +1,6 @@
 """Losses and a model that no recipe has, under the one step: in every layout they train as one process."""
 
+import pickle
 from functools import cache, partial
 
 import pytest
@@ -295,6 +296,8 @@ def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
         return Step(Sine(), FunctionLoss(squares, count=count), micro_batch=2)
 
     x = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    used = FunctionLoss(squares)
+    assert used.terms == pickle.loads(pickle.dumps(used)).terms  # as for the ranks of run_parallel
     with pytest.raises(BadInput, match="expected the function to count as count= does"):
         step(lambda samples: 2 * len(samples["x"]))(x)
     with pytest.raises(BadInput, match=r"step: loss\.loss: expected a count that is finite"):

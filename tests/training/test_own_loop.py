@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from trilith.checkpoints import load, save
 from trilith.cli.app import run
 from trilith.layers import (
@@ -36,6 +37,7 @@ from trilith.parallel_state import (
     clip_gradients,
     finalize_gradients,
     initialize,
+    local,
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
@@ -230,9 +232,12 @@ class Unfit(nn.Linear):
 
 
 UNFIT = {
+    "parametrized": "finalize_gradients: cut.weight: expected the parameter that is declared, found none",
     "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
     "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
     "hook, then a step": "SGD.step: weight: expected a parameter without hooks",
+    "passed by": "backward: weight: expected a gradient of the model's forward, which data ranks add up",
+    "added afterwards": "finalize_gradients: later: expected a parameter that shard_over_data has seen",
     "complex128": "shard_over_data: scale: expected real numbers, found complex ones",
     "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
 }
@@ -242,20 +247,30 @@ ZERO_3 = Layout.of(data=2, zero=3)
 def unfit(what, layout):
     state = ParallelState.start(layout)
     model = Unfit(what, state)
-    if what not in ("hook afterwards", "hook, then a step"):
+    if what not in ("hook afterwards", "hook, then a step", "passed by", "added afterwards", "parametrized"):
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
-    shard_over_data(model, state, Precision()).weight.register_hook(lambda grad: 3 * grad)
+    if what == "parametrized":
+        register_parametrization(model.cut, "weight", nn.Identity())
+        return refusal_of(lambda: finalize_gradients(model, state=state))
+    weight = shard_over_data(model, state, Precision()).weight
+    if what == "passed by":
+        return refusal_of(local(weight).sum().backward)
+    if what == "added afterwards":
+        model.later = nn.Parameter(torch.ones(2))
+    else:
+        weight.register_hook(lambda grad: 3 * grad)
     if what == "hook, then a step":
         return refusal_of(torch.optim.SGD(model.parameters()).step)
     return refusal_of(lambda: finalize_gradients(model, state=state))
 
 
 @pytest.mark.parametrize(("what", "layout"), [
-    *((what, layout) for what in UNFIT for layout in (Layout.of(data=2), ZERO_3)),
-    ("hook", Layout(tensor=2)), ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
+    *((what, layout) for what in [*UNFIT][1:] for layout in (Layout.of(data=2), ZERO_3)),
+    ("parametrized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
+    ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
-    """Hooks would be left out silently; FSDP raises at the first forward for parameters of two dtypes."""
+    """Hooks and sums would be left out silently; FSDP raises at the first forward for two dtypes."""
     for line in run_parallel(unfit, 2, what, layout):
         assert re.search(UNFIT[what], line), line
 
