@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -200,7 +199,9 @@ def test_a_plain_class_trains_over_data_ranks_with_what_its_constructor_computes
     assert two == [pytest.approx(step, abs=1e-10) for step in one]
 
 
-PLACED = """
+PLACED = f"""
+import sys
+sys.path.append({str(EXAMPLES)!r})
 from latent_parallel import Decoder, loss
 class Placed(Decoder):
     def forward(self, *, input_ids, positions):
@@ -213,7 +214,6 @@ class Placed(Decoder):
 def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
     """A chat set always has them, running text with documents = "separate"."""
     (tmp_path / "placed.py").write_text(PLACED)
-    sys.path.append(str(EXAMPLES))
     documents = [np.arange(n, n + 9) for n in range(40)]
     targets = [np.ones(9, dtype=np.uint8)] * len(documents) if chat else None
     write_token_file(tmp_path / "chat", documents, targets, vocab_size=97)
