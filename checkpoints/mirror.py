@@ -36,7 +36,7 @@ def check_apart(folder: RemoteFolder, root: Path) -> None:
     if folder.local is None:
         return
     check_outside(folder.local, [root])
-    place, run = (Path(os.path.realpath(each)) for each in (folder.local, root))
+    place, run = (Path(os.path.realpath(path)) for path in (folder.local, root))
     inside = run in (place, *place.parents)  # check_outside sees no folder that is not there yet
     if inside or place in run.parents:
         actual = "one in it" if inside else "one around it"

@@ -255,8 +255,8 @@ def _hugging_face(
 
 
 def _fixed(described: Described) -> frozenset[str]:
-    (stated,) = described.declarations()
-    return buffer_names(stated)
+    (declared,) = described.declarations()
+    return buffer_names(declared)
 
 
 def _foreign(

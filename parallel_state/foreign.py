@@ -58,9 +58,10 @@ def _refuse_replaced(model: nn.Module, layout: Layout, where: str) -> None:
     for path, module in model.named_modules():
         declared: Mapping[str, Declaration] = vars(module).get("declared", {})
         for leaf in declared.keys() - module._parameters.keys():
-            stated = declared[leaf]
-            of_tensor = layout.tensor > 1 and (stated.cut or stated.partial)
-            if of_tensor or (layout.pipeline > 1 and stated.ends) or (layout.expert > 1 and stated.experts):
+            declaration = declared[leaf]
+            over_tensor = layout.tensor > 1 and (declaration.cut or declaration.partial)
+            over_pipeline = layout.pipeline > 1 and declaration.ends
+            if over_tensor or over_pipeline or (layout.expert > 1 and declaration.experts):
                 raise BadInput(
                     where, f"{path}.{leaf}".strip("."), expected="the parameter that is declared",
                     found="none", todo="A parametrization trains others: compute with it in forward instead",

@@ -186,9 +186,9 @@ class Layout:
         if self.stages > blocks:
             virtual = self.virtual_stages
             most = max(blocks // virtual, 1)
-            each = "one block a stage" if virtual == 1 else f"{virtual} stages a rank, one block a stage"
+            several = f"{virtual} stages a rank, " * (virtual > 1)
             todo = nearest("pipeline", [most], self.pipeline)
-            refuse_layout("pipeline", f"at most {most}, {each}", self.pipeline, todo)
+            refuse_layout("pipeline", f"at most {most}, {several}one block a stage", self.pipeline, todo)
 
     def check_length(self, length: int, where: str, key: str) -> None:
         """Refuse a sequence length that cannot be cut into the layout's equal pieces."""

@@ -77,9 +77,9 @@ _SOURCE = re.compile(
 
 def _other_rows(stored: str, now: str) -> tuple[str, str, str]:
     """Return the key by which two fingerprints of batches differ, and what it was and is."""
-    sources = [[_SOURCE.fullmatch(each) for each in text.split(" + ")] for text in (stored, now)]
+    sources = [[_SOURCE.fullmatch(source) for source in text.split(" + ")] for text in (stored, now)]
     for key in ("tokens", "weights", "documents", "samples", "overlong"):
-        values = [[match and match[key] for match in each] for each in sources]
+        values = [[match and match[key] for match in source] for source in sources]
         changes = [pair for pair in zip_longest(*values) if pair[0] != pair[1]]
         if changes and key == "tokens":
             break

@@ -116,18 +116,18 @@ def choose_table(checkpoint: ForeignCheckpoint, names: str | None, own: Iterable
     raise BadInput(checkpoint.path, "names", expected=expected, found=f"{first_names}, ...", todo=todo)
 
 
-def prefix_of(wanted: Collection[str], stored: Collection[str], where: object) -> str | None:
-    """Return what precedes the wanted names, of which the embedding's is the first, in the stored ones: most
-    of one side are on the other. ``None`` if they are not there.
+def prefix_of(names: Collection[str], stored: Collection[str], where: object) -> str | None:
+    """Return the prefix of these names, of which the embedding's is the first, among the stored ones, or
+    ``None``. With the right prefix most of one side are on the other.
 
     ``BadInput`` for two models under two prefixes, such as one and its moving average.
     """
-    if not wanted:
+    if not names:
         return None
-    first, fitting = next(iter(wanted)), list[str]()
+    first, fitting = next(iter(names)), list[str]()
     for prefix in sorted((name.removesuffix(first) for name in stored if name.endswith(first)), key=len):
         below = sum(name.startswith(prefix) for name in stored)
-        if sum(prefix + name in stored for name in wanted) * 2 > min(len(wanted), below):
+        if sum(prefix + name in stored for name in names) * 2 > min(len(names), below):
             fitting.append(prefix)
     if fitting[1:]:
         models = f"{len(fitting)}: {' and '.join(prefix + first for prefix in fitting)}"

@@ -110,11 +110,11 @@ def _missing_ids(
 ) -> dict[str, int]:
     """Return the ids of a text's first and last token, as far as neither config has any."""
     tokens = {"bos_token_id": tokenizer.bos_token, "eos_token_id": tokenizer.eos_token}
-    stated = (config, _content(files, GENERATION_CONFIG))
+    both = (config, _content(files, GENERATION_CONFIG))
     contents = {
         key: token.content if isinstance(token, _Token) else token
         for key, token in tokens.items()
-        if token is not None and all(each.get(key) is None for each in stated)
+        if token is not None and all(settings.get(key) is None for settings in both)
     }
     if not contents:
         return {}

@@ -135,7 +135,8 @@ class AdoptedConfig(ModelConfig):
                 return None
 
         with quiet():
-            idle = [key for key in sorted(unnamed) if named({**raw, key: _other(raw[key])}) == named(raw)]
+            as_it_is = named(raw)
+            idle = [key for key in sorted(unnamed) if named({**raw, key: _other(raw[key])}) == as_it_is]
         return [key for key in idle if not re.search(rf'config(\.|, "){re.escape(key)}\b', code)]
 
     @property
