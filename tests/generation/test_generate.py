@@ -299,6 +299,11 @@ def test_top_p_leaves_the_smallest_set_that_holds_so_much():
     assert choose(torch.zeros(2, 64), Sampling(1.0, top_p=0.5), uniform=ends).tolist() == [0, 31]
 
 
+def test_a_token_that_is_there_is_less_likely_whatever_the_sign_of_its_logit():
+    logits, present = torch.tensor([[-1.0, -1.5], [1.5, 1.0]]), torch.tensor([[True, False]] * 2)
+    assert choose(logits, Sampling(repetition_penalty=2.0), present=present).tolist() == [1, 1]
+
+
 def test_a_banned_token_never_comes_and_the_others_share_its_probability():
     assert choose(LOGITS, Sampling(), banned=(0, 1)).tolist() == [2]
     assert choose(torch.tensor([[1.0, float("nan")], [1.0, 2.0]]), Sampling()).tolist() == [-1, 1]
