@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import Signals
 
+from ..system.errors import PeerFailed
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -34,13 +36,18 @@ class RankError(RuntimeError):
 
     The message names the first failure first and carries the traceback and output of every failed rank. A
     death comes before an exception, because the collectives of other ranks often break before the parent
-    learns of the death. ``failures`` holds them in that order; ``rank`` is the number of the first one,
-    ``cause`` its exception or ``None``.
+    learns of the death, and an exception before the ``PeerFailed`` of ranks that were told of it.
+    ``failures`` holds them in that order; ``rank`` is the number of the first one, ``cause`` its exception or
+    ``None``.
     """
 
     def __init__(self, failures: Sequence[RankFailure], headline: str = "") -> None:
         order = {"died": 0, "raised": 1, "silent": 2}
-        self.failures = sorted(failures, key=lambda failure: (order[failure.kind], failure.seconds))
+
+        def place(failure: RankFailure) -> tuple[int, bool, float]:
+            return order[failure.kind], isinstance(failure.cause, PeerFailed), failure.seconds
+
+        self.failures = sorted(failures, key=place)
         first = self.failures[0]
         self.rank = first.rank
         self.cause = first.cause

@@ -110,7 +110,7 @@ def test_the_refusals_are_worded_as_shown(page):
 
     cut = partial(page.ColumnParallelLinear, 16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
     assert refusal_of(cut) == shown("A cut that is not even")
-    assert refusal_of(step) == shown("takes no `stage`")
+    assert refusal_of(step) == shown("without `stage`")
 
 
 def test_two_losses_in_turn_train_as_the_page_says(page):
@@ -126,7 +126,8 @@ def test_two_losses_in_turn_train_as_the_page_says(page):
 
 def test_the_rules_names_exist():
     rooms = ("checkpoints", "layers", "models", "parallel_state", "testing", "training")
-    known = {name for room in rooms for name in vars(import_module(f"trilith.{room}"))}
+    modules = [*(f"trilith.{room}" for room in rooms), "torch.distributed.fsdp"]
+    known = {name for module in modules for name in vars(import_module(module))}
     shown = re.findall(r"`([A-Za-z_]+)\(", PAGE.text)
     shown += re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE.text)
     assert len(shown) > 20 and not {*shown} - known
