@@ -24,7 +24,8 @@ from trilith.layers import (
     gather_sequence,
     scatter_sequence,
 )
-from trilith.parallel_state import Layout, Normal, ParallelState
+from trilith.layers.collectives import own_piece
+from trilith.parallel_state import Layout, Normal, ParallelState, initialize, local
 from trilith.parallel_state.engine import local_data
 from trilith.testing import Operators, run_parallel
 
@@ -114,6 +115,28 @@ def backward_in_two(layout):
     parts = [*torch.autograd.grad(total, [x], retain_graph=True), *torch.autograd.grad(total, weights)]
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
     return found
+
+
+def derivative_of_a_weight_s_gradient(layout):
+    """Return the gradient of the input of a function of the weight's gradient, as in MAML."""
+    torch.set_default_dtype(torch.float64)
+    state = ParallelState.start(layout)
+    layer = ColumnParallelLinear(6, 8, False, state=state)
+    initialize(layer, 0, state=state)
+    x, factor = torch.linspace(-1, 1, 48).view(2, 4, 6), torch.linspace(1, 2, 48).view(8, 6)
+    x = own_piece(x, 1, state.tensor.group) if state.sequence else x
+    x.requires_grad_()
+    (of_weight,) = torch.autograd.grad(layer(x).square().sum(), layer.weight, create_graph=True)
+    factor = factor.chunk(layout.tensor)[state.tensor.index]
+    return torch.autograd.grad((local(of_weight) * factor).sum(), x)[0]
+
+
+def test_gradients_of_a_weight_s_gradient_are_those_of_one_process():
+    (whole,) = run_parallel(derivative_of_a_weight_s_gradient, 1, Layout())
+    for x in run_parallel(derivative_of_a_weight_s_gradient, 2, Layout(tensor=2)):
+        torch.testing.assert_close(x, whole)
+    pieces = run_parallel(derivative_of_a_weight_s_gradient, 2, Layout.of(tensor=2, sequence=True))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -64,7 +64,7 @@ def scaling(**changes):
 
 
 def loss_of_chunks(chunk=2, rows=128):
-    hidden, weight = torch.zeros(1, 4, 6), torch.zeros(rows, 6)
+    hidden, weight = torch.zeros(1, 4, 6, requires_grad=True), torch.zeros(rows, 6)
     return chunked_cross_entropy(hidden, weight, torch.zeros(1, 4, dtype=torch.int64), 128, chunk=chunk)
 
 
@@ -179,6 +179,10 @@ CALLS = {
     "gradients of a loss's gradients": (
         lambda: loss_of_logits(50).sum().backward(create_graph=True),
         "create_graph: expected false with vocab_parallel_cross_entropy, which has no gradients of gradients",
+    ),
+    "gradients of the gradients of a loss in chunks": (
+        lambda: loss_of_chunks().sum().backward(create_graph=True),
+        "create_graph: expected false with chunked_cross_entropy",
     ),
     "a loss of no tokens at once": (lambda: loss_of_chunks(chunk=0), "loss_chunk"),
 }

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, PeerFailed
 from trilith.ranks import pool, processes
+from trilith.ranks.failures import RankFailure
 from trilith.testing import RankError, run_fresh, run_parallel
 
 
@@ -28,6 +29,11 @@ def workers():
 
 def get_pid():
     return os.getpid()
+
+
+def test_a_rank_that_was_told_of_another_s_error_comes_after_it():
+    told = RankFailure(0, "raised", 1.0, "raised PeerFailed", cause=PeerFailed("rank 1 failed"))
+    assert RankError([told, RankFailure(1, "raised", 2.0, "raised OSError", cause=OSError())]).rank == 1
 
 
 def raise_on(rank, delay=0.0):

@@ -19,6 +19,7 @@ from trilith.layers import (
     Alibi,
     Attention,
     AttentionInputs,
+    AttentionLayer,
     ClampedExperts,
     ColumnParallelLinear,
     Experts,
@@ -111,11 +112,14 @@ class Row:
             self._check(f"output {number}", _piece(a, leaves, state), b)
         mine_seeds = [_piece(seed, leaves, state) for seed in seeds]
         if self.ids is None:  # gradients of the input's gradient count too, where the layer has them
+            refused = "float8" in self.why or any(
+                isinstance(part, AttentionLayer) for part in whole.modules()
+            )
             again = [
                 _with_gradient(y_whole, x_whole, seeds, x),
                 _with_gradient(y_mine, x_mine, mine_seeds, _piece(x, enters, state)),
             ]
-            assert again[0] == again[1]
+            assert again == [not refused] * 2
         torch.autograd.backward(y_whole, seeds)
         torch.autograd.backward(y_mine, mine_seeds)
         finalize_gradients(mine, state=state)
