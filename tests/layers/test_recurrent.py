@@ -110,3 +110,5 @@ def test_what_is_recomputed_keeps_its_inputs_alone():
     (found,) = torch.autograd.grad(y.sum(), x)
     (wanted,) = torch.autograd.grad(many(x).sum(), x)
     assert torch.equal(found, wanted)
+    few = x[:2, :2].detach().double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: recomputed(many, x), few)
