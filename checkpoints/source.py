@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, implemented_by
 from ..models.zoo import predicting
-from ..parallel_state import BadInput, Piece, buffer_names, require
+from ..parallel_state import BadInput, Piece, require
 from ..storage.catalog import Catalog, renamed
 from ..storage.disk import Hold
 from ..storage.file_names import (
@@ -104,12 +104,9 @@ class Source:
         """Return the optimizer's moments that the source has, each with the parameters that have none."""
         if self.manifest is not None:
             return self.manifest.moments
-        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), self.fixed)
-
-    @cached_property
-    def fixed(self) -> frozenset[str]:
-        """Return the names of buffers: no gradient moves them, and casts leave them in fp32."""
-        return _fixed(self.described)
+        if self.foreign is None or not self.foreign.moments:
+            return {}
+        return dict.fromkeys(MOMENTS, self.described.buffers())
 
     @property
     def updates(self) -> int:
@@ -254,11 +251,6 @@ def _hugging_face(
     )  # fmt: skip
 
 
-def _fixed(described: Described) -> frozenset[str]:
-    (declared,) = described.declarations()
-    return buffer_names(declared)
-
-
 def _foreign(
     path: Path, form: Format, config_folder: str | Path | None, names: str | None, by: Implementation
 ) -> Source:
@@ -274,9 +266,8 @@ def _foreign(
     catalog, repeated, pieces = model_tensors(path, checkpoint.tensors, described, table)
     for pair in repeated:
         pair.check(path)
-    buffers = _fixed(described)
-    fixed = {link.hf for link in described.links()[0] if link.ours in buffers}
-    trained = {name: pieces[name] for name in catalog if name not in fixed}
+    buffers = described.buffers(of_hf=True)
+    trained = {name: pieces[name] for name in catalog if name not in buffers}
     used = {piece.stored for name in trained for piece in trained[name]}
     if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
         others = f" and {counted(len(without) - 1, 'other weight')}" if without[1:] else ""

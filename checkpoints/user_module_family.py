@@ -11,7 +11,16 @@ from torch import nn
 from ..layers import all_stages
 from ..models import Family, Link, Rule, family_of
 from ..models.base.hugging_face_names import expand
-from ..parallel_state import BadInput, Cut, Declaration, Layout, Piece, declarations, require
+from ..parallel_state import (
+    BadInput,
+    Cut,
+    Declaration,
+    Layout,
+    Piece,
+    buffer_names,
+    declarations,
+    require,
+)
 from ..storage.strict_json import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
@@ -207,6 +216,16 @@ class Described:
     def links(self) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links to Hugging Face's tensors, and the shapes of these."""
         return self.family.links(self.config)
+
+    def buffers(self, *, of_hf: bool = False) -> frozenset[str]:
+        """Return trilith's names of buffers, or those of Hugging Face's files: no gradient moves them, and
+        casts leave them in fp32, as transformers does.
+        """
+        (declared,) = self.declarations()
+        buffers = buffer_names(declared)
+        if not of_hf:
+            return buffers
+        return frozenset(link.hf for link in self.links()[0] if link.ours in buffers)
 
 
 def described_module(module: StoredModule, config: Mapping[str, JsonValue]) -> Described:

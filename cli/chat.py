@@ -5,18 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from .shared.options import (
-    ADAPTER,
-    DEVICE,
-    DTYPE,
-    LARGEST_SEED,
-    REPETITION_PENALTY,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    Strict,
-)
-from .shared.parameters import As, Place, Range, from_options
+from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, Strict
+from .shared.parameters import As, Place, Range, RepetitionPenalty, Temperature, TopK, TopP, from_options
 from .shared.say import pieces_of_text, say_aside
 
 
@@ -25,10 +15,10 @@ def chat(
     *,
     system: Annotated[str | None, "system message"] = None,
     max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens of an answer"] = 256,
-    temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
-    top_k: Annotated[int, Range(0), TOP_K] = 0,
-    top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
-    repetition_penalty: Annotated[float, Range(0.0), REPETITION_PENALTY] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling"] = 0,
     dtype: Annotated[str, DTYPE] = "float32",
     device: Annotated[str, DEVICE] = "auto",

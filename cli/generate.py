@@ -5,19 +5,18 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import (
-    ADAPTER,
-    DEVICE,
-    DTYPE,
-    FORCE,
-    LARGEST_SEED,
-    REPETITION_PENALTY,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    Strict,
+from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, Strict
+from .shared.parameters import (
+    As,
+    Count,
+    Place,
+    Range,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+    from_options,
 )
-from .shared.parameters import As, Count, Place, Range, from_options
 from .shared.say import pieces_of_text, say_aside
 
 
@@ -31,10 +30,10 @@ def generate(
     system: Annotated[str | None, "system message, for --chat"] = None,
     max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens to add"] = 64,
     min_new_tokens: Annotated[int, Range(0), "smallest number of tokens to add"] = 0,
-    temperature: Annotated[float, Range(0.0), TEMPERATURE] = 0.0,
-    top_k: Annotated[int, Range(0), TOP_K] = 0,
-    top_p: Annotated[float, Range(0.0, 1.0), TOP_P] = 1.0,
-    repetition_penalty: Annotated[float, Range(0.0), REPETITION_PENALTY] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own numbers"] = 0,
     stop: Annotated[list[str] | None, "text that ends a continuation; may be repeated"] = None,
     ignore_eos: Annotated[bool, "do not stop at the model's end tokens"] = False,

@@ -34,7 +34,6 @@ def inspect(
     from math import prod
 
     from ..checkpoints import foreign_format, read_source, verify_files
-    from ..parallel_state import buffer_names
 
     if config is None and (form := foreign_format(source)) is not None:
         foreign = form.read(Path(source))
@@ -46,10 +45,7 @@ def inspect(
         return
     folder = read_source(source, config=config, names=names)
     manifest = folder.manifest
-    (declared,) = folder.described.declarations()
-    fixed = buffer_names(declared)  # a router's bias is no parameter
-    if manifest is None:
-        fixed = frozenset(link.hf for link in folder.described.links()[0] if link.ours in fixed)
+    fixed = folder.described.buffers(of_hf=manifest is None)  # a router's bias is no parameter
     parameters = sum(
         prod(whole.shape)
         for name, whole in folder.catalog.items()

@@ -1,6 +1,8 @@
 """Make rows for a step from a token file: windows of running text, or whole samples."""
 
+import re
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -153,3 +155,25 @@ def restart(positions: Ids, starts: Ids) -> None:
     origin = np.zeros_like(positions)
     origin[starts] = starts
     positions -= np.maximum.accumulate(origin)
+
+
+#: A source of a fingerprint, as the classes above and ``SampleOrder`` write it: by keys of a recipe's
+#: ``[data]``, what each decides.
+_SOURCE = re.compile(
+    r"((?P<weights>\d+/\d+) of )?((?P<documents>separate) documents of |(?P<samples>\w+) samples of )?"
+    r"(?P<tokens>[\w-]+)(, (?P<overlong>\w+) at \d+)?"
+)
+
+
+def other_rows(stored: str, now: str) -> tuple[str, str, str]:
+    """Return the key of a recipe by which two fingerprints of batches differ, and what it was and is."""
+    sources = [[_SOURCE.fullmatch(source) for source in text.split(" + ")] for text in (stored, now)]
+    for key in ("tokens", "weights", "documents", "samples", "overlong"):
+        values = [[match and match[key] for match in source] for source in sources]
+        changes = [pair for pair in zip_longest(*values) if pair[0] != pair[1]]
+        if changes and key == "tokens":
+            break
+        if changes:
+            was, became = (dict.fromkeys(pair[side] or "joined" for pair in changes) for side in (0, 1))
+            return f"data.{key}", ", ".join(was), ", ".join(became)
+    return "data.tokens", stored, now

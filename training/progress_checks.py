@@ -2,10 +2,8 @@
 user's own code. Refuse to resume from a checkpoint, or to start with a rank, whose identity differs.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 
 from ..checkpoints import Contents, Described, Progress, contents_of
 from ..data.batches import GlobalBatches
+from ..data.rows import other_rows
 from ..parallel_state import BadInput, ParallelState, require
 from ..parallel_state.collective_errors import together
 from ..recipes.recipe import Recipe
@@ -57,7 +56,8 @@ def check_progress(
         else:
             name, expected, actual = _recipe_key(recipe, key), f"{stored}", f"{value}"
             if key == "fingerprint" and isinstance(plan.batches, GlobalBatches):
-                name, expected, actual = _other_rows(expected, actual)
+                name, expected, actual = other_rows(expected, actual)
+
                 paths = ", ".join(str(file.path) for file in plan.batches.files)
                 actual += f", of {paths}" * (name == "data.tokens")
             raise BadInput(
@@ -66,27 +66,6 @@ def check_progress(
                 found=actual,
                 todo="Resume with the data that the run began with, or start a new run with model.init_from",
             )  # fmt: skip
-
-
-#: A source of a fingerprint of batches: by keys of ``[data]``, what each decides.
-_SOURCE = re.compile(
-    r"((?P<weights>\d+/\d+) of )?((?P<documents>separate) documents of |(?P<samples>\w+) samples of )?"
-    r"(?P<tokens>[\w-]+)(, (?P<overlong>\w+) at \d+)?"
-)
-
-
-def _other_rows(stored: str, now: str) -> tuple[str, str, str]:
-    """Return the key by which two fingerprints of batches differ, and what it was and is."""
-    sources = [[_SOURCE.fullmatch(source) for source in text.split(" + ")] for text in (stored, now)]
-    for key in ("tokens", "weights", "documents", "samples", "overlong"):
-        values = [[match and match[key] for match in source] for source in sources]
-        changes = [pair for pair in zip_longest(*values) if pair[0] != pair[1]]
-        if changes and key == "tokens":
-            break
-        if changes:
-            was, became = (dict.fromkeys(pair[side] or "joined" for pair in changes) for side in (0, 1))
-            return f"data.{key}", ", ".join(was), ", ".join(became)
-    return "data.tokens", stored, now
 
 
 def _recipe_key(recipe: Recipe, key: str) -> str:

@@ -80,8 +80,8 @@ def plan_to_hf(source: Source, *, dtype: str | None = None) -> Plan:
 
     LoRA adapters become PEFT's folder, one file.
     """
-    links, shapes = source.described.links()
-    fixed = source.fixed | {link.hf for link in links if link.ours in source.fixed}
+    _, shapes = source.described.links()
+    fixed = source.described.buffers(of_hf=True)
     tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
     shards = plan_shards({name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()})
     if source.adapter is not None:
@@ -115,12 +115,13 @@ def plan_to_sharded(
     table = dict(weights)
     for moment, without in source.moments.items():
         table |= {moment_name(moment, n): parts for n, parts in weights.items() if n not in without}
+    fixed = source.described.buffers()
     outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
     for name, parts in table.items():
         cast = dtype if name in weights else None
         whole = source.ours[name]
-        transfers = {part.box: _transfer(whole, part.box, cast, source.fixed) for part in parts}
+        transfers = {part.box: _transfer(whole, part.box, cast, fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(transfers[part.box])
         stored_as = transfers[parts[0].box].dtype

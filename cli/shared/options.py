@@ -40,10 +40,6 @@ ADAPTER = "LoRA adapters to add: PEFT folder or a LoRA run's folder"
 WORKERS = "number of threads that read and write"
 USUAL_GPU = "h100-80gb"
 GPU_TYPE = "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
-TEMPERATURE = "sampling temperature; 0: always take the likeliest token"
-TOP_K = "sample from the K likeliest tokens; 0: from all"
-TOP_P = "sample from the likeliest tokens whose probabilities reach this sum"
-REPETITION_PENALTY = "divide the positive logits of tokens that the text has already by it; 1: off"
 #: The largest seed of a recipe too.
 LARGEST_SEED = 2**53
 

@@ -52,6 +52,15 @@ Place = Annotated[str, OrAddress]
 #: How many of something, or nothing where the option has no number of its own.
 Count = Annotated[int, Range(1)]
 MaybeCount = Annotated[int | None, Range(1)]
+#: How ``trilith generate`` and ``trilith chat`` choose tokens (``Sampling``).
+Temperature = Annotated[float, Range(0.0), "sampling temperature; 0: always take the likeliest token"]
+TopK = Annotated[int, Range(0), "sample from the K likeliest tokens; 0: from all"]
+TopP = Annotated[
+    float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
+]
+RepetitionPenalty = Annotated[
+    float, Range(0.0), "divide the positive logits of tokens that the text has already by it; 1: off"
+]
 #: Recipe keys on a command line.
 Overrides = Annotated[list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"]
 Made = TypeVar("Made")
