@@ -59,7 +59,7 @@ TopP = Annotated[
     float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
 ]
 RepetitionPenalty = Annotated[
-    float, Range(0.0), "divide the positive logits of tokens that the text has already by it; 1: off"
+    float, Range(0.0), "above 1: make tokens less likely that prompt or text already have; 1: off"
 ]
 #: Recipe keys on a command line.
 Overrides = Annotated[list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"]
