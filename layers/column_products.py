@@ -48,9 +48,8 @@ class _Products(torch.autograd.Function):
         outputs, dx = (grads[:-1], grads[-1]) if state.sequence else (grads, None)
         if needed[0]:
             for grad, weight in zip(reversed(outputs), reversed(weights), strict=True):  # autograd's order
-                if grad is not None:
-                    part = grad @ weight
-                    dx = part if dx is None else dx + part if again else dx.add_(part)
+                if grad is not None:  # no name holds a product while the next ones are computed
+                    dx = grad @ weight if dx is None else _sum(dx, grad @ weight, in_place=not again)
             assert dx is not None
             if again:
                 coming = partial(leave_tensor, dx, state)
@@ -65,6 +64,10 @@ class _Products(torch.autograd.Function):
             gradients.append(rows.t() @ flat if rows is not None and needed[2 + 2 * number] else None)
             gradients.append(rows.sum(0) if rows is not None and needed[3 + 2 * number] else None)
         return None if coming is None else coming(), None, *gradients
+
+
+def _sum(x: Tensor, y: Tensor, *, in_place: bool) -> Tensor:
+    return x.add_(y) if in_place else x + y
 
 
 def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: ParallelState) -> list[Tensor]:

@@ -27,7 +27,7 @@ from trilith.layers import (
 from trilith.layers.collectives import own_piece
 from trilith.parallel_state import Layout, Normal, ParallelState, initialize, local
 from trilith.parallel_state.engine import local_data
-from trilith.testing import Operators, run_parallel
+from trilith.testing import LiveBytes, Operators, run_parallel
 
 
 def test_named_outputs_are_separate_linears_of_one_input():
@@ -115,6 +115,25 @@ def backward_in_two(layout):
     parts = [*torch.autograd.grad(total, [x], retain_graph=True), *torch.autograd.grad(total, weights)]
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
     return found
+
+
+def held_in_backward(layout):
+    """Return the most bytes in a backward, and those of gradients: of weights, whole input and its piece."""
+    state = ParallelState.start(layout)
+    layer = ColumnParallelLinear(32, {"a": 512, "b": 512}, False, state=state)
+    x = torch.randn(1, 64, 32, requires_grad=True)
+    outputs = layer(x * 1)
+    seeds = [torch.ones_like(y) for y in outputs]
+    with LiveBytes() as memory:
+        torch.autograd.backward(outputs, seeds)
+    of_weights = sum(local_data(weight.grad).nbytes for weight in layer.parameters())
+    return memory.peak, of_weights + (layout.tensor if state.sequence else 1) * x.nbytes + x.nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_backward_holds_one_gradient_of_the_input_and_its_sum_beside_those_of_weights(layout):
+    for peak, expected in run_parallel(held_in_backward, 2, layout):
+        assert peak == expected
 
 
 def derivative_of_a_weight_s_gradient(layout):
