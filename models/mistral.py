@@ -14,6 +14,7 @@ class MistralConfig(LlamaConfig):
 
     FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
 
+    num_key_value_heads: Whole = 8
     max_position_embeddings: Whole = 131072
     sliding_window: Whole | None = 4096
 
@@ -38,7 +39,6 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
         "scoring_func": ("softmax",),
     }
 
-    num_key_value_heads: Whole = 8
     num_local_experts: Experts = 8
     num_experts_per_tok: Whole = 2
     rms_norm_eps: Epsilon = 1e-5

@@ -26,6 +26,7 @@ class Qwen2Config(NoWindowsConfig):
     # Biases are on queries, keys and values.
     FIXED: ClassVar[Fixed] = {"attention_bias": YES, "qkv_bias": YES, "mlp_bias": NO}
 
+    num_key_value_heads: Whole = 32
     max_position_embeddings: Whole = 32768
 
 
@@ -34,6 +35,7 @@ class Qwen3Config(NoWindowsConfig):
 
     FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO}
 
+    num_key_value_heads: Whole = 32
     head_dim: HeadDim = 128
     max_position_embeddings: Whole = 32768
 

@@ -29,6 +29,7 @@ class StableLmConfig(PartialRotaryConfig):
         "mlp_bias": NO,
     }
 
+    num_key_value_heads: Whole = 32
     max_position_embeddings: Whole = 4096
     layer_norm_eps: Epsilon = 1e-5
     partial_rotary_factor: Share = 0.25

@@ -16,7 +16,7 @@ from support.configs import KEYS, MODELS, PUBLISHED, config
 from support.families import TOKENS
 from support.nightly import some
 from support.refusals import Refused, refusals
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LlamaConfig, family_of
 from trilith.models.base import keys
@@ -323,6 +323,27 @@ def test_switches_change_the_parameters_exactly_as_in_transformers(kind):
             with torch.device("meta"):
                 theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TOKENS | deepcopy(raw))))
             assert asked(link.hf for link in links) == asked(theirs.state_dict()), (key, value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_a_file_lacks_means_what_transformers_takes_for_it(name):
+    """Each key of the file in turn, where its absence is not refused."""
+    raw, family, accepted = MODELS[name], family_of(MODELS[name]), 0
+    of_transformers = CONFIG_MAPPING[raw["model_type"]]
+    for key in [*raw.keys() - {"model_type", "architectures"}]:
+        rest = {other: entry for other, entry in raw.items() if other != key}
+        if key == "num_key_value_heads":  # many: transformers' own number of them must divide these
+            rest |= {"num_attention_heads": 128, "hidden_size": 128 * 2, "head_dim": 2}
+        try:
+            config = family.from_hf(rest)
+        except BadInput:
+            continue
+        whole = of_transformers.from_dict(deepcopy(rest)).to_dict() | {"model_type": raw["model_type"]}
+        written_out = family.from_hf({key: whole[key] for key in whole if key != "architectures"})
+        derived = {"layer_types", "no_rope_layers"}  # of which those files need not say what others do
+        assert config.model_dump(exclude=derived) == written_out.model_dump(exclude=derived), key
+        accepted += 1
+    assert accepted
 
 
 def test_a_qwen2_config_that_was_written_with_every_field_is_still_read():
