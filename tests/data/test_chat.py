@@ -90,6 +90,10 @@ def test_a_template_without_a_header_of_answers_or_that_refuses_a_question_is_no
     bare = template(tokenizer, tmp_path, "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}")
     ids, targets = bare.encode(Conversation(TALK[4:] + TALK[1:2]), "here")
     assert learnt(tokenizer, ids, targets) == ["the end\n"]
+    asks = "{% if add_generation_prompt %}so: {% endif %}"  # in words that no answer begins with
+    other = template(tokenizer, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}" + asks)
+    ids, targets = other.encode(Conversation(TALK[4:]), "here")
+    assert learnt(tokenizer, ids, targets) == ["the end"]
     strict = template(tokenizer, tmp_path, "{{ raise_exception('no system') }}" + CHATML)
     assert not strict.learns_the_header() and not strict.differs_from_own()
 
