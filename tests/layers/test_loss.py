@@ -80,14 +80,6 @@ def test_on_one_device_it_is_torchs(dtype, tolerance, vocab, smoothing):
     torch.testing.assert_close(grad.to(x.dtype), x.grad, rtol=rounding, atol=tolerance)
 
 
-def test_padding_columns_count_for_nothing_and_get_no_gradient():
-    logits, labels = problem(7, torch.float64)
-    loss, grad = with_gradient(logits, labels, 7, 0.1)
-    assert bool((grad[..., 7:] == 0).all())
-    logits[..., 7:] = 1e30
-    assert torch.equal(with_gradient(logits, labels, 7, 0.1)[0], loss)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing):
     logits, labels = problem(503, torch.float32)
