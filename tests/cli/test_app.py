@@ -147,16 +147,11 @@ def test_with_closed_streams_no_file_takes_their_place(tmp_path):
 MODULES = 400
 
 
-def program(*words):
-    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    return subprocess.run(
-        [*PROGRAM, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("--no-such",)])
 def test_what_needs_no_model_does_not_import_torch(words):
-    done = program(*words)
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    words_of_python = [*PROGRAM, *words]
+    done = subprocess.run(words_of_python, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if words == ("--no-such",) else 0), done.stderr
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "trilith.cli.app" in imported

@@ -200,6 +200,16 @@ test_a_bad_option_is_refused_by_name = refusals(
         for why, number in (("digits", "٨"), ("power", "²"), ("long number", "9" * 5000))
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
+    *(
+        command(
+            f"evaluate hf tokens/ids {words}", says, lambda folder: [write_model(folder), write_ids(folder)]
+        )
+        for words, says in (
+            ("--sequence-length 100000", "evaluate: --sequence-length: expected at most"),
+            ("--sequence-length 16 --tensor 3", "tensor"),
+            ("--dtype int3", "evaluate: --dtype: expected one of"),
+        )
+    ),
     command("bench --quick --out hf", "hf: expected a new folder, or an empty one, found files", write_model),
     command(
         "bench --quick --out hf/x", "hf/x: expected a place outside .*hf, a Hugging Face folder", write_model

@@ -169,19 +169,15 @@ SCALINGS = {
 }
 
 
-def theirs(head_dim, theta, scaling):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
-    rope = {"max_position_embeddings": 131_072, "rope_parameters": {"rope_theta": theta, **scaling}}
-    return LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, **heads, **rope))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "theta"), [(16, 10_000.0), (64, 500_000.0), (128, 500_000.0)])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_the_rotation_is_transformers_bit_for_bit(scaling, head_dim, theta, dtype):
     q = torch.randn(2, 3, 40, head_dim).to(dtype)
     positions = torch.stack((torch.arange(40), torch.arange(100, 140)))
-    expected = theirs(head_dim, theta, scaling)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
+    rope = {"max_position_embeddings": 131_072, "rope_parameters": {"rope_theta": theta, **scaling}}
+    expected = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, **heads, **rope))
     wanted, _ = apply_rotary_pos_emb(q, q, *expected(q, positions))
     ours = RotaryEmbedding(head_dim, theta, scaling)
     assert torch.equal(inverse_frequencies(head_dim, theta, scaling), expected.inv_freq)
