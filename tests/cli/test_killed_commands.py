@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import get_type_hints
 
 import pytest
@@ -114,9 +114,10 @@ class Start:
         def main(words):
             sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
             faulthandler.enable(sys.stderr)  # a crash says where
-            # Let multiprocessing start a server of its own in a fork of a process that has one.
-            server = forkserver._forkserver
+            # Let multiprocessing start servers of its own in a fork of a process that has them.
+            server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
             server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+            tracker._fd = tracker._pid = None
             watch_calls(theirs, at)
             code = run(words)
             sys.stderr.flush()
