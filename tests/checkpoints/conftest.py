@@ -24,64 +24,63 @@ class Killed(BaseException):
     """The process ends here: nothing after it happens."""
 
 
-def _let_go(staging):
-    """Leave everything as it is, as a kill does."""
-    staging._lock.release()
-
-
 @contextmanager
-def _killed_at(at):
-    """End the block at its operation number ``at``, with half of a write done; yield the operations begun."""
+def _stopped(owner, names, at, half):
+    """End the block at operation number ``at`` of some methods, half done; yield the operations begun."""
     operations = list[str]()
-    real = {name: getattr(Disk, name) for name in OPERATIONS}
 
     def counted(name):
-        def call(disk, *given):
+        real = getattr(owner, name)
+
+        def call(its, *given):
             operations.append(name)
             if len(operations) != at:
-                return real[name](disk, *given)
-            if name == "write":
-                real[name](disk, given[0], given[1][: len(given[1]) // 2], *given[2:])
+                return real(its, *given)
+            half(real, name, its, *given)
             raise Killed
 
         return call
 
-    with (
-        mock.patch.object(remote_folder, "_PIECE", 100),
-        mock.patch.multiple(Staging, abandon=_let_go, leave=_let_go),
-        pytest.MonkeyPatch.context() as patch,
-        suppress(Killed),
-    ):
-        for name in OPERATIONS:
-            patch.setattr(Disk, name, counted(name))
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        for name in names:
+            patch.setattr(owner, name, counted(name))
         yield operations
 
 
-@contextmanager
-def _stopped_at(at):
-    """End the block at its operation number ``at`` on a store, half done; yield the operations begun."""
-    operations = list[str]()
-    put, remove = RemoteFolder._put, RemoteFolder.remove
+@pytest.fixture
+def killed_at():
+    """Return what ends a block at an operation on the disk, with half of a write done, as a kill does."""
 
-    def step(what):
-        operations.append(what)
-        return len(operations) == at
+    def half(real, name, disk, *given):
+        if name == "write":
+            real(disk, given[0], given[1][: len(given[1]) // 2], *given[2:])
 
-    def half(folder, out, piece):
-        if step("write"):
-            put(folder, out, piece[: len(piece) // 2])
-            raise Killed
-        put(folder, out, piece)
+    def leave(staging):
+        staging._lock.release()
 
-    def no_more(folder, name):
-        if step(f"remove {name}"):
-            for inner in [one for one in folder.sizes(name) if one != MANIFEST][:1]:
-                remove(folder, f"{name}/{inner}")
-            raise Killed
-        remove(folder, name)
+    @contextmanager
+    def killed(at):
+        small = mock.patch.object(remote_folder, "_PIECE", 100)
+        kept = mock.patch.multiple(Staging, abandon=leave, leave=leave)
+        with small, kept, _stopped(Disk, OPERATIONS, at, half) as operations:
+            yield operations
 
-    with mock.patch.multiple(RemoteFolder, _put=half, remove=no_more), suppress(Killed):
-        yield operations
+    return killed
+
+
+@pytest.fixture
+def stopped_at():
+    """Return what ends a block at an operation on a store, with half of it done."""
+    remove = RemoteFolder.remove
+
+    def half(real, name, folder, *given):
+        if name == "_put":
+            real(folder, given[0], given[1][: len(given[1]) // 2])
+        else:
+            for inner in [one for one in folder.sizes(*given) if one != MANIFEST][:1]:
+                remove(folder, f"{given[0]}/{inner}")
+
+    return lambda at: _stopped(RemoteFolder, ("_put", "remove"), at, half)
 
 
 @pytest.fixture
@@ -100,33 +99,25 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@contextmanager
-def _blocked(owner, name):
-    """Let every call of a function wait; yield what tells that one has begun, and what lets them go on."""
-    begun, go, real = threading.Event(), threading.Event(), getattr(owner, name)
-
-    def stuck(*given):
-        begun.set()
-        assert go.wait(60)
-        return real(*given)
-
-    with mock.patch.object(owner, name, stuck):
-        yield begun, go
-
-
 @pytest.fixture
 def blocked():
-    return _blocked
+    """Return what lets every call of a function wait in a block; it yields what tells that one has begun, and
+    what lets them go on.
+    """
 
+    @contextmanager
+    def block(owner, name):
+        begun, go, real = threading.Event(), threading.Event(), getattr(owner, name)
 
-@pytest.fixture
-def stopped_at():
-    return _stopped_at
+        def stuck(*given):
+            begun.set()
+            assert go.wait(60)
+            return real(*given)
 
+        with mock.patch.object(owner, name, stuck):
+            yield begun, go
 
-@pytest.fixture
-def killed_at():
-    return _killed_at
+    return block
 
 
 @contextmanager

@@ -153,11 +153,13 @@ test_there_and_through_another_layout_and_back_is_bitwise_D6 = round_trips(
 
 
 def hf_folder(tensors=None, **fields):
-    """Return what writes an untied Llama into ``hf``, with some tensors and fields of its config changed."""
+    """Return what writes an untied Llama into ``hf``, with some fields of its config changed, and tensors, or
+    what gives these of the old ones.
+    """
 
     def write(folder):
         write_hf_folder(folder / "hf", LLAMA)
-        edit(folder / "hf", tensors or {})
+        edit(folder / "hf", tensors(weights(folder / "hf")) if callable(tensors) else tensors or {})
         raw = json.loads((folder / "hf" / "config.json").read_text())
         (folder / "hf" / "config.json").write_text(json.dumps(raw | fields))
 
@@ -174,17 +176,6 @@ NORM = "model.norm.weight"
 
 def norm(value):
     return {NORM: torch.full((32,), value)}
-
-
-def without_a_block(folder):
-    hf_folder()(folder)
-    edit(folder / "hf", {name: None for name in weights(folder / "hf") if name.startswith("model.layers.1.")})
-
-
-def without_prefix(folder):
-    hf_folder()(folder)
-    old = weights(folder / "hf")
-    edit(folder / "hf", {name: None for name in old} | {name[6:]: one for name, one in old.items()})
 
 
 def further_block(folder):
@@ -209,23 +200,9 @@ def damaged_checkpoint(damage):
     return write
 
 
-def end_with_nan(file):
-    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\xc0\x7f")
-
-
-def to_dcp(folder):
-    convert_to_dcp(folder / "out", folder / "dcp")
-
-
-def load_another_model(folder):
-    raw = config("tiny_llama", hidden_size=64)
+def loading(raw):
     family = family_of(raw)
-    load(folder / "out", family.build(family.from_hf(raw), device="cpu"))
-
-
-def load_another_family(folder):
-    family = family_of(config("tiny_gpt2"))
-    load(folder / "out", family.build(family.from_hf(config("tiny_gpt2")), device="cpu"))
+    return lambda folder: load(folder / "out", family.build(family.from_hf(raw), device="cpu"))
 
 
 def to_dcp_by(rules):
@@ -262,8 +239,10 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(
     Refused("C14-a-head-of-another-name", CUT, r"lm_head\.weight.*not used: output\.w.*of another model",
             given=hf_folder({"lm_head.weight": None, "output.w": torch.ones(3)})),
     Refused("C15-biases-not-told", CUT, "bias", given=hf_folder(attention_bias=False)),
-    Refused("C16-hole-in-the-layers", CUT, r"model\.layers\.1\.", given=without_a_block),
-    Refused("C17-names-without-prefix", CUT, "prefix", given=without_prefix),
+    Refused("C16-hole-in-the-layers", CUT, r"model\.layers\.1\.",
+            given=hf_folder(lambda old: {name: None for name in old if name.startswith("model.layers.1.")})),
+    Refused("C17-names-without-prefix", CUT, "prefix", given=hf_folder(
+        lambda old: {name: None for name in old} | {name[6:]: one for name, one in old.items()})),
     Refused("C18-zero-size", CUT, NORM, given=hf_folder({NORM: torch.ones(0)})),
     Refused("D6-kv-heads-not-told", CUT, "k_proj", given=hf_folder(num_key_value_heads=None)),
     Refused("D17-more-layers-than-there-are", CUT, r"layers\.3", given=hf_folder(num_hidden_layers=4)),
@@ -279,15 +258,19 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(
     Refused("output-source", converted(out="hf"), "hf", given=with_other_outputs),
     Refused("output-in-source", converted(out="hf/inside"), "hf", given=with_other_outputs),
     *(Refused(f"G8-{why}-{to}", call, "CRC-32", code=4, given=damaged_checkpoint(damage))
-      for why, damage in (("flipped-bit", lambda file: flip_bit(file, -100)), ("nan", end_with_nan))
-      for to, call in (("hf", converted("out", "back", to="hf")), ("dcp", to_dcp))),
+      for why, damage in (
+          ("flipped-bit", lambda file: flip_bit(file, -100)),
+          ("nan", lambda file: file.write_bytes(file.read_bytes()[:-4] + b"\0\0\xc0\x7f")))
+      for to, call in (("hf", converted("out", "back", to="hf")),
+                       ("dcp", lambda folder: convert_to_dcp(folder / "out", folder / "dcp")))),
     Refused("no name for a tensor", to_dcp_by(""), r"names\.toml: expected a name for model\.embed_",
             given=hf_folder()),
     Refused("two names for a tensor", to_dcp_by(TWO_NAMES), "expected one foreign name, found 2",
             given=hf_folder()),
-    Refused("G13-another-family", load_another_family, "model_type: expected gpt2, found llama", code=4,
+    Refused("G13-another-family", loading(TINY_GPT2), "model_type: expected gpt2, found llama", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
-    Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32", code=4,
+    Refused("G13-another-model", loading(config("tiny_llama", hidden_size=64)),
+            "hidden_size: expected 64, found 32", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
 )  # fmt: skip
 

@@ -90,12 +90,6 @@ def linked_config(root):
     (root / CONFIG).symlink_to(f"../{CONFIG}")
 
 
-def only_pickle(root):
-    for name in (ONE, TWO, INDEX):
-        (root / name).unlink()
-    (root / "pytorch_model.bin").write_bytes(b"pickle")
-
-
 def case_twins(root):
     twin = ONE.upper().replace("SAFETENSORS", "safetensors")
     shutil.copy(root / ONE, root / twin)
@@ -134,7 +128,14 @@ test_bad_folders_are_refused = refusals(
     refused("B11-in-two-shards", shard_two(b=B, c=C), "'b'.*in .*00001.* and .*00002"),
     refused("B12-index-and-single", lambda root: save_file({"a": A}, root / SINGLE), "ambiguous"),
     refused("B13-swapped", mapped(a=TWO, c=ONE), f"'a'.*expected it in {TWO}, found it in {ONE}"),
-    refused("B15-bin-only", only_pickle, "pickle"),
+    refused(
+        "B15-bin-only",
+        lambda root: [
+            *((root / name).unlink() for name in (ONE, TWO, INDEX)),
+            (root / "pytorch_model.bin").write_bytes(b"pickle"),
+        ],
+        "pickle",
+    ),
     refused("B15-bin-in-index", mapped(c="model.bin"), "'c'.*pickle"),
     refused(
         "B15-a-variant",

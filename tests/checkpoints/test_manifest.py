@@ -62,8 +62,8 @@ def test_what_is_written_is_read(checkpoint):
     assert len((checkpoint / MANIFEST).read_text().splitlines()) > 10  # a line each, for people
 
 
-def edited(change):
-    return lambda directory: change_manifest(directory, change)
+def edited(change, **how):
+    return lambda directory: change_manifest(directory, change, **how)
 
 
 def raw(change):
@@ -71,12 +71,8 @@ def raw(change):
 
 
 SHARD, TOKENIZER = "tensor-01-of-02.safetensors", "tokenizer.json"
-
-
-def test_a_manifest_of_the_version_before_the_seal_is_refused_by_its_name(checkpoint):
-    change_manifest(checkpoint, lambda manifest: manifest.update(version=1), sealed=False)
-    with pytest.raises(BadCheckpoint, match=r"version: expected 2 or 3, found 1\. .* has no seal.*0\.2\.0"):
-        Manifest.load(checkpoint)
+FIRST = "tensor-00-of-02.safetensors"
+SWAPS = ((SHARD, "c"), (FIRST, SHARD), ("c", FIRST))
 
 
 def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint):
@@ -87,10 +83,6 @@ def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint):
             flipped[at] ^= 1 << bit
             with pytest.raises(BadCheckpoint):
                 Manifest.parse(bytes(flipped), "manifest.json")
-
-
-def no_shard(directory):
-    (directory / SHARD).unlink()
 
 
 def link_out(directory):
@@ -116,13 +108,6 @@ def layout(**changes):
 
 def left_out(key):
     return edited(lambda m: m.pop(key))
-
-
-def swapped(directory):
-    a, b = directory / SHARD, directory / "tensor-00-of-02.safetensors"
-    a.rename(directory / "c")
-    b.rename(a)
-    (directory / "c").rename(b)
 
 
 def header(new):
@@ -174,6 +159,8 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G5-empty", raw(lambda text: b""), "valid JSON"),
     damaged("G5-not-JSON", raw(lambda text: b"\x80\x04."), "UTF-8"),
     damaged("G5-version-99", field(version=99), "version: expected 2 or 3, found 99"),
+    damaged("G5-version-1", edited(lambda m: m.update(version=1), sealed=False),
+            r"version: expected 2 or 3, found 1\. .* has no seal.*0\.2\.0"),
     damaged("G5-no-version", left_out("version"), "version"),
     damaged("G5-version-true", field(version=True), "version"),
     damaged("G5-no-layout", left_out("layout"), "layout"),
@@ -192,7 +179,7 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G5-seal-in-version-1", raw(lambda text: text.replace(b": 2,", b": 1,", 1)), "seal: Extra|seal"),
     damaged("G5-two-model-types", field(model_type="gpt2"), r"config\.model_type"),
     damaged("G5-dtype", edited(lambda m: m["tensors"]["up"].update(dtype="F31")), "F31"),
-    damaged("G6-shard-missing", no_shard, f"{SHARD}: .*nothing there. Copy"),
+    damaged("G6-shard-missing", lambda step: (step / SHARD).unlink(), f"{SHARD}: .*nothing there. Copy"),
     damaged("G7-shard-truncated", lambda step: truncate(step / SHARD, -1), f"{SHARD}: .*bytes, .*Copy"),
     damaged("G7-companion-truncated", lambda step: truncate(step / TOKENIZER, 1), "tokenizer.*bytes"),
     damaged("G10-foreign-file", lambda step: save_file({"a": UP}, step / "tensor-02-of-03.safetensors"),
@@ -214,7 +201,8 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G8-bit-flip", lambda step: flip_bit(step / SHARD, -1), f"{SHARD}: CRC-32", verified),
     damaged("G8-bit-flip-in-companion", lambda step: flip_bit(step / TOKENIZER, 0),
             "tokenizer.json: CRC-32", verified),
-    damaged("G9-shards-swapped", swapped, "CRC-32", verified),
+    damaged("G9-shards-swapped", lambda step: [(step / a).rename(step / b) for a, b in SWAPS], "CRC-32",
+            verified),
     damaged("G8-header-of-another-tensor", header(b'"nurm"'), f"{SHARD}: 'norm'", verified),
     damaged("G8-header-damaged", header(b"'norm'"), f"{SHARD}: header", verified),
     damaged("G12-replica-differs", replica_differs, "'norm'.*equal replicas", verified),

@@ -123,18 +123,13 @@ def test_at_an_address_too(damaged, tmp_path, capsys, how):
         read_source(store.url)
 
 
-def zoo(state):
-    model = model_of(CONFIG, state=state, device="cpu")
-    initialize(model, 5, state=state)
-    return model, make_adamw(model, lr=1e-2)
-
-
 def restored(places):
     """Restore a model and its moments from each place, with ranks that would choose different checkpoints."""
     state = ParallelState.start(Layout(tensor=2))
     seen = []
     for place in places:
-        model, optimizer = zoo(state)
+        initialize(model := model_of(CONFIG, state=state, device="cpu"), 5, state=state)
+        optimizer = make_adamw(model, lr=1e-2)
         chooses = mock.patch("trilith.checkpoints.source.newest_checkpoint", side_effect=AssertionError)
         with chooses, pytest.warns(UserWarning, match="passed over") if state.rank == 0 else mock.MagicMock():
             progress = load(place, model, optimizer)

@@ -275,10 +275,6 @@ def changed_companion(folder):
     flip_bit(folder / "run" / "tokenizer.json", 0)
 
 
-def adapters_without_a_base(folder):
-    save(folder / "run", adapted(zoo()[0].family, LORA).build(zoo()[0].config, device="cpu"))
-
-
 class Pairs(torch.optim.SGD):
     """Keep a tensor that has not the parameter's shape."""
 
@@ -320,9 +316,12 @@ def test_plain_numbers_rates_in_tensors_and_the_state_of_some_parameters_are_giv
     assert again.param_groups[0]["lr"].item() == 0.5 and again.state.keys() == {*some}
 
 
+def adapters(base):
+    return adapted(base.family, LORA).build(base.config, device="cpu")
+
+
 def with_adapters_alone(folder):
-    model, _ = zoo()
-    model = adapted(model.family, LORA).build(model.config, device="cpu")
+    model = adapters(zoo()[0])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     load(folder / "run", model, torch.optim.AdamW(trained))
 
@@ -351,7 +350,8 @@ test_what_cannot_be_saved_or_given_back_is_refused = refusals(
     Refused("a module that load cannot build", loading(), "a model of the zoo, found a module's",
             given=SAVED),
     Refused("G8-bit-flip-in-companion", loading(), "tokenizer.json: CRC-32", code=4, given=changed_companion),
-    Refused("adapters of no base", adapters_without_a_base, "expected adapters of a base that load filled"),
+    Refused("adapters of no base", lambda folder: save(folder / "run", adapters(zoo()[0])),
+            "expected adapters of a base that load filled"),
     Refused("an optimizer of adapters", with_adapters_alone, "which the model trains, found a whole",
             given=kept_by(torch.optim.AdamW)),
     Refused("extra-number-for-a-name", saving(nn.Linear(3, 2), extra={"at": {1: 2}}),

@@ -149,27 +149,19 @@ def damaged(why, change, says, read=first):
     return Refused(why, read, says, code=4, given=given)
 
 
-def uncut(manifest):  # each tensor rank's first file would hold all rows
-    grid(manifest)["cuts"][1].update(rows=1 << 40)
-
-
-def verified(folder):
-    verify(folder / "step-00000001", first(folder))
-
-
-def two_ways(manifest):
-    manifest["tensors"]["norm.weight"]["parts"] = [{"file": 0, "start": [0], "stop": [1]}]
-
-
 test_a_damaged_grid_is_refused_as_damaged_parts_are = refusals(
     damaged("a huge count", lambda m: grid(m)["cuts"][0].update(rows=1, count=1 << 60), f"{UP}: "),
     damaged("the file of a replica", lambda m: grid(m).update(first=6), f"{UP}: .*none of rank 6"),
     damaged("negative rank", lambda m: grid(m).update(first=-1), "first"),
     damaged("unknown field", lambda m: grid(m).update(surprise=1), "surprise"),
     damaged("a file missing", lambda m: m["files"].pop(), "none of rank 17"),
-    damaged("two ways", two_ways, "parts or a grid, found both"),
+    damaged("two ways", lambda m: m["tensors"]["norm.weight"].update(
+        parts=[{"file": 0, "start": [0], "stop": [1]}]), "parts or a grid, found both"),
     damaged("neither way", lambda m: m["tensors"]["norm.weight"].pop("grid"), "owned by nobody"),
-    damaged("a box that is not the grid's", uncut, "rank-0000.*layers.0.mlp.gate_up.up.weight", verified),
+    # Each tensor rank's first file would hold all rows.
+    damaged("a box that is not the grid's", lambda m: grid(m)["cuts"][1].update(rows=1 << 40),
+            "rank-0000.*layers.0.mlp.gate_up.up.weight",
+            lambda folder: verify(folder / "step-00000001", first(folder))),
     damaged("of version 2", lambda m: m.update(version=2), "parts in version 2, found a grid"),
 )  # fmt: skip
 

@@ -237,10 +237,6 @@ def loading(make, optimizer=None):
     return call
 
 
-def two_dtypes():
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-
-
 WEIGHTS = saving(Embedder)
 OF_GROUPS = (Rule("gain.weight", "g", groups="heads"), *NAMES)
 TWICE = (*NAMES, Rule("blocks.{i}.down.weight", "h.{i}.other"))
@@ -255,7 +251,8 @@ test_modules_that_do_not_fit_are_refused_by_name = refusals(
             "expected a table of Hugging Face's names, found none", given=saving(lambda: nn.Linear(2, 2))),
     Refused("buffers", saving(lambda: nn.BatchNorm1d(3)),
             "running_mean: expected parameters alone, found a persistent buffer"),
-    Refused("two dtypes", saving(two_dtypes), "dtype: expected one for all parameters, found torch.*and"),
+    Refused("two dtypes", saving(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
+            "dtype: expected one for all parameters, found torch.*and"),
     # A table of names covers each parameter once.
     Refused("a parameter left out", saving(Embedder, names=NAMES[1:]),
             r"embed\.weight: expected a rule for every parameter"),

@@ -76,14 +76,6 @@ def test_a_failure_is_one_line_and_its_exit_code(kind, code, line, capsys):
     assert capsys.readouterr() == ("", line)
 
 
-def test_words_that_are_no_text_are_refused(capsys):
-    assert call("count", "a\udcff") == 2
-    assert (
-        capsys.readouterr().err
-        == r"error: Invalid value: a\udcff: expected UTF-8 text. See trilith --help" + "\n"
-    )
-
-
 def test_an_endless_word_is_shortened_in_an_error_and_a_path_is_not():
     path = "/".join(["d" * 200] * 4)
     _, line = explain(BadInput(path, "count", expected="a number", found="9x" * 3000))
@@ -155,16 +147,11 @@ def test_with_closed_streams_no_file_takes_their_place(tmp_path):
 MODULES = 400
 
 
-def program(*words):
-    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    return subprocess.run(
-        [*PROGRAM, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("--no-such",)])
 def test_what_needs_no_model_does_not_import_torch(words):
-    done = program(*words)
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    words_of_python = [*PROGRAM, *words]
+    done = subprocess.run(words_of_python, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if words == ("--no-such",) else 0), done.stderr
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "trilith.cli.app" in imported
@@ -245,11 +232,6 @@ def test_version_is_also_a_command(capsys):
     assert capsys.readouterr().out.split() == [version("trilith")] * 2
 
 
-def test_a_key_of_a_recipe_with_dashes_is_answered_with_the_way(capsys):
-    assert run(["train", "r.toml", "--layout.tensor", "2"]) == 2
-    assert "layout.tensor=VALUE" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("terminal", "no_color", "red"),
     [
@@ -287,12 +269,6 @@ def test_a_shell_completes_commands_recipes_sizes_and_schedules(words, names, mo
     assert set(printed.out.split()) == names and not printed.err
 
 
-@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
-def test_completion_of_another_shell_than_the_own_is_refused(option, capsys):
-    assert run([option, "tcsh"]) == 2
-    assert f"{option} is for the shell in which it is typed. Leave out tcsh" in capsys.readouterr().err
-
-
 def test_options_of_other_programs_are_taken_for_ours_where_a_command_has_them():
     options = {"--tensor", "--pipeline", "-tp"}
     words = ["m", "--tensor-model-parallel-size", "2", "--pp=3", "-tp", "--cp", "2", "--", "--tp"]
@@ -306,29 +282,28 @@ def test_each_name_of_another_program_stands_for_an_option_of_some_command_and_i
     assert len(set(aliases)) == len(aliases) and not ours & {*aliases}
 
 
-def test_a_command_takes_another_program_s_option(capsys):
-    assert run(["parity", "nothing-here", "-tp", "2", "--pipeline-model-parallel-size=2", "--tp=0"]) == 2
-    assert "--tensor" in capsys.readouterr().err
+OWN_SHELL = " is for the shell in which it is typed. Leave out tcsh"
 
 
 @pytest.mark.parametrize(
-    ("line", "start"),
+    ("line", "says"),
     [
-        (
-            "train --config a.toml",
-            "Invalid value: RECIPE is an argument: write it without --config. See trilith ",
-        ),
-        (
-            "train --recipe a.toml",
-            "Invalid value: RECIPE is an argument: write it without --recipe. See trilith ",
-        ),
-        ("trian r.toml", "No such command 'trian'. Did you mean 'train'? See trilith --help"),
+        ("train --config a.toml", "RECIPE is an argument: write it without --config. See trilith "),
+        ("train --recipe a.toml", "RECIPE is an argument: write it without --recipe. See trilith "),
+        ("train r.toml --layout.tensor 2", "layout.tensor=VALUE"),
+        ("trian r.toml", "error: No such command 'trian'. Did you mean 'train'? See trilith --help"),
         ("convert a b --to huggingface", "Invalid value for '--to': 'huggingface' is not one of 'hf'"),
+        ("count a\udcff", r"error: Invalid value: a\udcff: expected UTF-8 text. See trilith --help"),
+        # The option of another program is taken for ours.
+        ("parity nothing-here -tp 2 --pipeline-model-parallel-size=2 --tp=0", "--tensor"),
+        *((f"{words} --seed 1{'0' * 30}", "--seed") for words in ("generate hf --prompt a", "parity hf")),
+        ("--install-completion tcsh", f"--install-completion{OWN_SHELL}"),
+        ("--show-completion tcsh", f"--show-completion{OWN_SHELL}"),
     ],
 )
-def test_a_refusal_of_usage_reads_well(line, start, capsys):
-    assert run(line.split()) == 2
-    assert capsys.readouterr().err.startswith(f"error: {start}")
+def test_a_refusal_of_usage_reads_well(line, says, capsys):
+    assert run(line.split(), (*COMMANDS, count)) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["doctor", "bench"])

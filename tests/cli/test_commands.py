@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -247,7 +246,7 @@ def test_verify_refuses_what_a_manifest_cannot_mean_and_progress_that_no_run_mad
     whole, trained, tmp_path, what, capsys
 ):
     change, says = (MODEL | PROGRESS)[what]
-    folder = _copy(whole if what in MODEL else trained, tmp_path)
+    folder = shutil.copytree(whole if what in MODEL else trained, tmp_path / "copy")
     assert run(["verify", str(folder)]) == 0
     change_manifest(folder, change)
     capsys.readouterr()
@@ -257,8 +256,8 @@ def test_verify_refuses_what_a_manifest_cannot_mean_and_progress_that_no_run_mad
     assert what in PROGRESS or "manifest.json" in error
 
 
-def test_verify_refuses_a_step_beyond_those_of_the_run(tmp_path, capsys):
-    train(tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=2))
+def test_verify_refuses_a_step_beyond_those_of_the_run(trained, tmp_path, capsys):
+    shutil.copytree(trained.parents[1], tmp_path / "run")
     written = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert run(["verify", str(tmp_path / "run")]) == 0
     written.rename(written.with_name("step-00000003"))
@@ -266,7 +265,3 @@ def test_verify_refuses_a_step_beyond_those_of_the_run(tmp_path, capsys):
     capsys.readouterr()
     assert run(["verify", str(tmp_path / "run")]) == 4
     assert "step: expected at most 2, the run's steps, found 3" in capsys.readouterr().err
-
-
-def _copy(folder, to):
-    return Path(shutil.copytree(folder, to / "copy"))

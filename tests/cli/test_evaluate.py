@@ -97,12 +97,6 @@ def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(pla
     assert printed == f"loss {own['loss']:.4f}  perplexity {own['perplexity']:.4g}  over {counts}\n"
 
 
-def test_the_exit_code_is_that_of_the_ranks(place, monkeypatch):
-    monkeypatch.setattr(command, "launch", lambda words, world, status: 3)
-    words = ["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu", "--tensor", "2"]
-    assert run(words) == 3
-
-
 def test_rows_are_as_long_as_in_the_run_unless_asked_otherwise(place, capfd):
     words = (place / "held-out", *ROWS[2:])
     own = figures(capfd, place / "run", *words)
@@ -163,20 +157,6 @@ def test_the_tokenizer_of_the_tokens_may_have_been_saved_again(place, capfd):
         words = ["evaluate", str(place / "again"), str(place / "named"), *ROWS, "--device", "cpu"]
         assert run(words) == code
         assert ("in place of the model's" in capfd.readouterr().err) == bool(code)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--sequence-length", "100000"], "evaluate: --sequence-length: expected at most"),
-        (["--tensor", "3"], "tensor"),
-        (["--dtype", "int3"], "evaluate: --dtype: expected one of"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(place, capfd, words, says):
-    assert run(["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu", *words]) == 2
-    err = capfd.readouterr().err
-    assert err.startswith("error: ") and says in err and err.count("\n") == 1
 
 
 def test_rows_without_a_token_to_learn_are_refused(place, capfd):

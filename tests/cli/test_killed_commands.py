@@ -7,7 +7,6 @@ this warm process.
 """
 
 import faulthandler
-import gc
 import itertools
 import os
 import select
@@ -15,16 +14,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import get_type_hints
 
 import pytest
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.forked_launch import Forked
 from support.inputs import write_adapter, write_line_of_metrics
 from support.kills import Campaign, below, wait_for
 from support.short_runs import run_recipe, tiny_recipe
-from support.token_files import write_json_lines
+from support.token_files import TURNS, write_json_lines
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data import token_writer
@@ -36,12 +36,6 @@ from trilith.testing import run_parallel
 #: Seconds of a pause; and those after which a start counts as hanging, on a machine that others use: one that
 #: has workers of its own imports torch.
 PAUSE, HANGS = 0.05, 300.0
-
-
-def forget_servers():
-    """Let multiprocessing start a server of its own in a fork of a process that has one."""
-    server = forkserver._forkserver
-    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
 
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "os.scandir"}
@@ -71,10 +65,6 @@ ELSEWHERE = {
     "bench": "writes two files, each as report does",
     "launch": "writes one file, as report does",
 }
-TEMPLATE = (
-    "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-)
 
 
 def test_every_command_that_writes_is_killed_here_or_says_where():
@@ -96,7 +86,7 @@ def make_inputs(root):
     texts = [f"number {i} of many words" for i in range(300)]
     (root / "a.txt").write_text("\n\n".join(texts))
     train_tokenizer(texts, root / "tokenizer", vocab_size=300)
-    (root / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    (root / "tokenizer" / "chat_template.jinja").write_text(TURNS)
     talks = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
     write_json_lines(root / "chat.jsonl", [{"messages": talk} for talk in talks])
 
@@ -120,25 +110,22 @@ class Start:
     def __init__(self, words, said, at):
         self.said = said
         self._pipe, theirs = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                err = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(err, 1)
-                os.dup2(err, 2)
-                sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
-                faulthandler.enable(sys.stderr)  # a crash says where
-                # Earlier tests left objects with threads, which a fork does not have: freeing them crashes.
-                gc.freeze()
-                forget_servers()
-                watch_calls(theirs, at)
-                code = run(words)
-                sys.stderr.flush()
-            except BaseException as error:
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(code)
+
+        def main(words):
+            sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
+            faulthandler.enable(sys.stderr)  # a crash says where
+            # Let multiprocessing start servers of its own in a fork of a process that has them.
+            server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
+            server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+            tracker._fd = tracker._pid = None
+            watch_calls(theirs, at)
+            code = run(words)
+            sys.stderr.flush()
+            sys.exit(code)
+
+        with said.open("w") as out:
+            self._process = Forked(main, words, os.environ.copy(), stdout=out, stderr=out, keep=[theirs])
+        self.pid = self._process.pid
         os.close(theirs)
 
     def came(self):
@@ -155,7 +142,7 @@ class Start:
                 break
             self.calls += len(read)
         os.close(self._pipe)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._process.wait()
 
 
 def watch_calls(pipe, at):

@@ -17,42 +17,22 @@ from support import forked
 from support.command_lines import NAMES, NEEDLESS, parameters_of, places, words
 from support.trials import Trial, check, tree
 
-
-def _text_of_no_kind(path):
-    path.write_bytes(b"\xff\xfe\x00\xff" * 10)
-
-
-def _sparse(path):
-    with path.open("wb") as file:
-        file.truncate(10 << 30)
-
-
-def _closed(path):
-    path.write_text("{}")
-    path.chmod(0)
-
-
 #: Faults in the place of an input.
 INPUT_FAULTS = {
     "missing": lambda path: None,
-    "unreadable": _closed,
+    "unreadable": lambda path: [path.write_text("{}"), path.chmod(0)],
     "pipe": os.mkfifo,
     "dev-zero": lambda path: path.symlink_to("/dev/zero"),
     "dev-null": lambda path: path.symlink_to("/dev/null"),
     "folder": Path.mkdir,
     "broken-link": lambda path: path.symlink_to("nowhere"),
     "link-loop": lambda path: path.symlink_to(path.name),
-    "10-GB": _sparse,
-    "not-UTF-8": _text_of_no_kind,
+    "10-GB": lambda path: [path.touch(), os.truncate(path, 10 << 30)],
+    "not-UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00\xff" * 10),
     "name-too-long": lambda path: None,
     "address": lambda path: None,
     "a-file-as-folder": lambda path: path.parent.write_text("mine"),
 }
-
-
-def _no_writing(path):
-    path.parent.mkdir()
-    path.parent.chmod(0o555)
 
 
 #: Faults of a file inside a folder that is an input.
@@ -63,7 +43,7 @@ for name in ("name-too-long", "address", "a-file-as-folder"):
 
 #: Faults in the place of an output.
 OUTPUT_FAULTS = {
-    "read-only": _no_writing,
+    "read-only": lambda path: [path.parent.mkdir(), path.parent.chmod(0o555)],
     "full-disk": lambda path: None,
     "full-mount": lambda path: path.parent.mkdir(),
     "read-only-mount": lambda path: path.parent.mkdir(),
@@ -80,13 +60,6 @@ CODES = {"full-disk": {3}, "full-mount": {2, 3}, "dev-full": {2, 3}}
 MOUNTS = {"full-mount": forked.mount_full, "read-only-mount": forked.mount_read_only}
 #: Commands that go on from what they left, so that their folder stays when the disk is full.
 STAYS = {"quickstart", "train"}
-
-
-def path_of(fault, where, suffix):
-    """Return the path at which a fault is made; some faults need a folder or a name of their own."""
-    if fault in ("read-only", "a-file-as-folder", *MOUNTS):
-        return where / "inner" / f"x{suffix}"
-    return where / (("n" * 300 if fault == "name-too-long" else "x") + suffix)
 
 
 #: A store that no package knows: read from it or not, it is named with both slashes.
@@ -119,13 +92,18 @@ CASES = [
 ]
 
 
-def try_all(inputs, trials, *how, may_change=lambda trial, code: code == 0, **more):
-    """Check trials; inputs stay as they were, and so does a trial's folder unless it may change."""
+def try_all(inputs, trials, *how, may_change=lambda trial, code: code == 0, adds=False, **more):
+    """Check trials; inputs stay as they were, and so does a trial's folder unless it may change, or ``adds``:
+    files may be new in it.
+    """
     before = tree(inputs), [tree(trial.where) for trial in trials]
     codes = check(trials, *how, **more)
     assert tree(inputs) == before[0]
     for trial, code, left in zip(trials, codes, before[1], strict=True):
-        assert may_change(trial, code) or tree(trial.where) == left, trial.words
+        now = tree(trial.where)
+        assert now == left or (may_change(trial, code) and (not adds or left.items() <= now.items())), (
+            trial.words
+        )
 
 
 @pytest.mark.parametrize(("places", "faults"), CASES)
@@ -139,7 +117,10 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, places, faults):
     trials, mounted, stays = [], [], set()
     for place, fault in product(places, faults):
         where = folder()
-        path = path_of(fault, where, place.suffix)
+        # Some faults need a folder or a name of their own.
+        inner = fault in ("read-only", "a-file-as-folder", *MOUNTS)
+        name = ("n" * 300 if fault == "name-too-long" else "x") + place.suffix
+        path = where / "inner" / name if inner else where / name
         (OUTPUT_FAULTS if place.output else INPUT_FAULTS)[fault](path)
         at = f"{STORE}/x{place.suffix}" if fault == "address" else str(path)
         line = words(place.command, inputs, where, place, at.removesuffix(".bin"))
@@ -197,12 +178,7 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, folder, f
             INSIDE_FAULTS[fault](where / file)
             line = words(place.command, inputs, where, place, str(where / good.name))
             trials.append(Trial(where, line, {0, 2, 4}))
-    before = tree(inputs), [tree(trial.where) for trial in trials]
-    codes = check(trials, forked.obey_permissions)
-    assert tree(inputs) == before[0]
-    for trial, code, left in zip(trials, codes, before[1], strict=True):
-        after = tree(trial.where)
-        assert left.items() <= after.items() if code == 0 else after == left, trial.words
+    try_all(inputs, trials, forked.obey_permissions, adds=True)
 
 
 def enter_and_delete(where):

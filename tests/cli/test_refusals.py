@@ -26,10 +26,6 @@ from trilith.testing import run_fresh
 from trilith.testing.parity import Question
 
 
-def nothing(folder):
-    pass
-
-
 def write_recipe(folder):
     write_short_recipe(folder / "recipe.toml", folder / "run")
 
@@ -43,7 +39,7 @@ def write_ids(folder):
     write_tokens(folder / "tokens" / "ids")
 
 
-def command(line, says, given=nothing, why=None):
+def command(line, says, given=lambda folder: None, why=None):
     """State a command line that is refused in a folder with its inputs."""
     return Refused(why or line, lambda folder: call_command(folder, *shlex.split(line)), says, given=given)
 
@@ -141,7 +137,7 @@ def model():
     return folder
 
 
-def generate(words, says, given=nothing):
+def generate(words, says, given=lambda folder: None):
     def call(folder):
         options = ["--tokenizer", str(model() / "tokenizer"), "--max-new-tokens", "12"]
         call_command(folder, "generate", str(model() / "model"), *options, *shlex.split(words))
@@ -204,17 +200,21 @@ test_a_bad_option_is_refused_by_name = refusals(
         for why, number in (("digits", "٨"), ("power", "²"), ("long number", "9" * 5000))
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
+    *(
+        command(
+            f"evaluate hf tokens/ids {words}", says, lambda folder: [write_model(folder), write_ids(folder)]
+        )
+        for words, says in (
+            ("--sequence-length 100000", "evaluate: --sequence-length: expected at most"),
+            ("--sequence-length 16 --tensor 3", "tensor"),
+            ("--dtype int3", "evaluate: --dtype: expected one of"),
+        )
+    ),
     command("bench --quick --out hf", "hf: expected a new folder, or an empty one, found files", write_model),
     command(
         "bench --quick --out hf/x", "hf/x: expected a place outside .*hf, a Hugging Face folder", write_model
     ),
 )
-
-
-@pytest.mark.parametrize("words", ["generate hf --prompt a", "parity hf"])
-def test_a_seed_beyond_a_recipe_s_is_refused(words, capfd):
-    assert run([*words.split(), "--seed", "1" + "0" * 30]) == 2
-    assert "--seed" in capfd.readouterr().err
 
 
 def write_files(folder):
@@ -227,13 +227,12 @@ def write_files(folder):
     write_tokens(folder / "tokens")
 
 
-def standard_library_of(folder):
-    with patch("sysconfig.get_path", lambda name: str(folder)):
-        return [*standard_library(9)]
-
-
 test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
-    Refused("no-standard-library", standard_library_of, "found no readable .py file"),
+    Refused(
+        "no-standard-library",
+        patch("sysconfig.get_path", lambda name: "nowhere")(lambda _: [*standard_library(9)]),
+        "found no readable .py file",
+    ),
     command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
     command("recipe from-deepspeed ds.json -- --lr 1", "WORDS: expected none", write_files),
     command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),

@@ -11,6 +11,7 @@ import pytest
 from support.token_files import (
     CHATML,
     MARKED,
+    TURNS,
     bytes_of,
     stop_tokenizing,
     write_dataset,
@@ -29,17 +30,12 @@ from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.testing import run_fresh
 
-TEMPLATE = (
-    "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t"
     train_tokenizer([record["messages"][1]["content"] for record in talks(50)], path, vocab_size=280)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "chat_template.jinja").write_text(TURNS)
     return path
 
 
@@ -142,7 +138,7 @@ def test_an_interrupted_job_of_other_input_or_template_begins_anew(folder, tmp_p
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 2000)
     path, out = write_json_lines(tmp_path / "in.jsonl", talks(100)), tmp_path / "out"
     other = tmp_path / "other.jinja"
-    other.write_text(TEMPLATE.replace("bos_token", "'> '"))
+    other.write_text(TURNS.replace("bos_token", "'> '"))
 
     for count in (100, 101):
         stop_tokenizing([path], folder, out, chat=Chat())

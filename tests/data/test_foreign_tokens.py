@@ -99,11 +99,9 @@ def test_parts_of_any_size_give_the_same_file(tmp_path, monkeypatch):
 @pytest.fixture
 def copy(tmp_path):
     """Copy a data set of Megatron's, to be changed; its prefix."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    for suffix in (".bin", ".idx"):
-        shutil.copy(FIXTURES / f"int32{suffix}", folder)
-    return folder / "int32"
+    (tmp_path / "theirs").mkdir()
+    copies(tmp_path / "theirs")
+    return tmp_path / "theirs" / "int32"
 
 
 def test_an_index_beside_megatrons_files_leaves_them_as_they_are(copy, tmp_path, capsys):

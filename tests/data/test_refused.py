@@ -4,6 +4,7 @@ import hashlib
 import os
 from functools import partial
 from math import inf, nan
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -133,27 +134,14 @@ def raw_index(why, says, raw):
     return damaged(f"index-{why}", lambda folder: (folder / "data.json").write_bytes(raw), says)
 
 
-def missing(folder, ending):
-    (folder / f"data{ending}").unlink()
-
-
-def empty(folder, ending):
-    (folder / f"data{ending}").write_bytes(b"")
-
-
-def pipe(folder, ending):
-    missing(folder, ending)
-    os.mkfifo(folder / f"data{ending}")
-
-
 def with_another_count(folder):
     targets = write_token_file(folder / "data", [[1, 2, 3]], [[0, 1, 1]]).index.targets
     change_index(folder, targets={**targets.model_dump(mode="json"), "tokens": 3})
 
 
-def of_another(folder, ending):
-    write(folder, "other", [[1, 2], [4, 4], [5, 6, 7, 8, 1]])
-    (folder / f"other{ending}").rename(folder / f"data{ending}")
+def of_another(path):
+    write(path.parent, "other", [[1, 2], [4, 4], [5, 6, 7, 8, 1]])
+    path.with_name(path.name.replace("data", "other")).rename(path)
 
 
 def offsets(why, values, says, *, rehash=True):
@@ -187,7 +175,7 @@ def ids(why, new, says):
 
 test_token_files_that_do_not_fit_are_refused = refusals(
     *(
-        damaged(f"{why}-{name}", partial(harm, ending=ending), says)
+        damaged(f"{why}-{name}", lambda folder, h=harm, e=ending: h(folder / f"data{e}"), says)
         for ending, name in (
             (".bin", "tokens"),
             (".json", "index"),
@@ -195,9 +183,9 @@ test_token_files_that_do_not_fit_are_refused = refusals(
             (".sums", "sums"),
         )
         for why, harm, says in (
-            ("F1-empty", empty, "empty"),
-            ("no", missing, "trilith tokenize" if name == "index" else "nothing there"),
-            ("pipe-for", pipe, "regular file"),
+            ("F1-empty", lambda path: path.write_bytes(b""), "empty"),
+            ("no", Path.unlink, "trilith tokenize" if name == "index" else "nothing there"),
+            ("pipe-for", lambda path: [path.unlink(), os.mkfifo(path)], "regular file"),
             ("F7-others", of_another, "CRC-32" if name == "tokens" else "sha256"),
         )
     ),

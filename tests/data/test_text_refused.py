@@ -138,12 +138,6 @@ def dataset(name, content=None):
     return given
 
 
-def several_datasets(folder):
-    for name in ("train", "test"):
-        write_dataset(folder / "set" / name, talks(3))
-    (folder / "set" / "dataset_dict.json").write_text("{}")
-
-
 @cache
 def trained():
     """Return the files of a trained tokenizer, by name."""
@@ -178,7 +172,15 @@ WEIGHTLESS = {"messages": [TOLD["messages"][1], {"role": "assistant", "content":
 ARROW = "data-00001-of-00002.arrow"
 
 test_conversations_that_cannot_be_tokenized_are_refused = refusals(
-    chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
+    chat(
+        "several-data-sets",
+        "set",
+        lambda folder: [
+            *(write_dataset(folder / "set" / name, talks(3)) for name in ("train", "test")),
+            (folder / "set" / "dataset_dict.json").write_text("{}"),
+        ],
+        r"one data set, found several: test, train",
+    ),
     chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
     chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
     chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
@@ -259,15 +261,15 @@ def targets(why, damage, says):
     return Refused(why, lambda folder: TokenFile.open(folder / "out"), rf"out\.targets: {says}", given=given)
 
 
-def negate(path):
-    path.write_bytes(bytes(1 - byte for byte in path.read_bytes()))
-
-
 test_targets_that_do_not_belong_are_refused = refusals(
     targets(
         "F6-cut-short", lambda path: truncate(path, 5), "size: expected .* one for each of.*Copy it again"
     ),
-    targets("F7-of-another-set", negate, "bytes 0 to 14: expected the CRC-32"),
+    targets(
+        "F7-of-another-set",
+        lambda path: path.write_bytes(bytes(1 - byte for byte in path.read_bytes())),
+        "bytes 0 to 14: expected the CRC-32",
+    ),
     targets("missing", Path.unlink, "expected a file, found nothing there"),
 )
 
@@ -297,16 +299,6 @@ def huge(name):
     return lambda folder: os.truncate(folder / name, 2 * 2**30)  # sparse: takes no room
 
 
-def no_vocabulary(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").unlink()
-
-
-def pipe(folder):
-    (folder / "tokenizer.json").unlink()
-    os.mkfifo(folder / "tokenizer.json")
-
-
 def with_code(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
@@ -318,7 +310,11 @@ JSON, MODEL = "tokenizer.json", "tokenizer.model"
 
 test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run = refusals(
     loading("F9-missing", nothing, "nothing there", "nowhere"),
-    loading("F9-folder-without-vocabulary", no_vocabulary, "none of them"),
+    loading(
+        "F9-folder-without-vocabulary",
+        lambda folder: [(folder / name).unlink() for name in (JSON, MODEL)],
+        "none of them",
+    ),
     loading("F10-2-GB-tokenizer-json", huge(JSON), "268,435,456 bytes"),
     loading("F10-2-GB-model", huge(MODEL), "268,435,456 bytes", f"t/{MODEL}"),
     loading("tokenizer-json-cut-short", put(JSON, b"{"), rf"{JSON}: expected valid JSON"),
@@ -328,7 +324,7 @@ test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run =
     loading("git-lfs", put(JSON, b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
     loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
-    loading("pipe", pipe, "regular file"),
+    loading("pipe", lambda folder: [(folder / JSON).unlink(), os.mkfifo(folder / JSON)], "regular file"),
     Refused(
         "model-for-a-chat",
         lambda folder: load_tokenizer(folder / "t" / MODEL).chat([{"role": "user", "content": "x"}]),

@@ -71,17 +71,6 @@ def test_f12_fingerprint_is_of_the_content_alone(tmp_path):
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
-def test_f13_a_second_writer_is_refused_while_one_writes(tmp_path):
-    with TokenWriter(tmp_path / "data", vocab_size=300) as first:
-        first.add([1, 2])
-        with pytest.raises(BadInput, match="another process"), TokenWriter(tmp_path / "data", vocab_size=300):
-            raise AssertionError("two writers at once")
-        first.add([3])
-        first.commit()
-    assert TokenFile.open(tmp_path / "data").tokens.tolist() == [1, 2, 3]
-    assert files(tmp_path) == WRITTEN
-
-
 def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(tmp_path, monkeypatch):
     take = FileLock.take
 
@@ -145,17 +134,6 @@ def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, failing):
         write(tmp_path / "data")
     assert files(tmp_path) == []
     write(tmp_path / "data")
-
-
-def test_a_strangers_files_beside_a_token_file_stay(tmp_path):
-    precious = [tmp_path / name for name in ("data.lock", "data.tmp-lock", "data.partial", "data.tmp-mine")]
-    for path in precious:
-        path.write_text("precious")
-    (tmp_path / "empty.lock").touch()
-    write(tmp_path / "data")
-    write(tmp_path / "empty")
-    assert [path.read_text() for path in precious] == ["precious"] * 4
-    assert (tmp_path / "empty.lock").exists()
 
 
 def test_everything_is_on_disk_before_the_index_appears(tmp_path, monkeypatch):

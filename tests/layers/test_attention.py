@@ -40,27 +40,6 @@ def test_attention_is_softmax_of_scores_below_the_diagonal(kv):
     torch.testing.assert_close(causal_attention(q, k, wider), scores.softmax(-1) @ wide, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_sink_takes_a_share_of_the_softmax_forward_and_backward(window):
-    shapes = (2, 6, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8), (6,)
-    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    q, k, v, sinks = given
-    scope = AttentionScope(torch.arange(9).expand(2, 9), window=window)
-    found = causal_attention(q, k, v, scope, sinks=sinks)
-    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
-    unseen = ~torch.ones(9, 9, dtype=torch.bool).tril().triu(1 - (window or 9))
-    scores = (q @ keys.transpose(-1, -2) / 8**0.5).masked_fill(unseen, float("-inf"))
-    with_sinks = torch.cat((scores, sinks.view(-1, 1, 1).expand(2, 6, 9, 1)), dim=-1)
-    wanted = with_sinks.softmax(-1)[..., :-1] @ values
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    grad = torch.randn_like(wanted)
-    pairs = zip(
-        torch.autograd.grad(found, given, grad), torch.autograd.grad(wanted, given, grad), strict=True
-    )
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("rounded", [False, True])
 def test_biases_by_distance_are_added_to_the_scores(rounded):
     """Each head has its own slope, and positions count in the document; two ranks have the heads of one."""
@@ -190,19 +169,15 @@ SCALINGS = {
 }
 
 
-def theirs(head_dim, theta, scaling):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
-    rope = {"max_position_embeddings": 131_072, "rope_parameters": {"rope_theta": theta, **scaling}}
-    return LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, **heads, **rope))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "theta"), [(16, 10_000.0), (64, 500_000.0), (128, 500_000.0)])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_the_rotation_is_transformers_bit_for_bit(scaling, head_dim, theta, dtype):
     q = torch.randn(2, 3, 40, head_dim).to(dtype)
     positions = torch.stack((torch.arange(40), torch.arange(100, 140)))
-    expected = theirs(head_dim, theta, scaling)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
+    rope = {"max_position_embeddings": 131_072, "rope_parameters": {"rope_theta": theta, **scaling}}
+    expected = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, **heads, **rope))
     wanted, _ = apply_rotary_pos_emb(q, q, *expected(q, positions))
     ours = RotaryEmbedding(head_dim, theta, scaling)
     assert torch.equal(inverse_frequencies(head_dim, theta, scaling), expected.inv_freq)

@@ -35,9 +35,9 @@ from trilith.training import FunctionLoss, Loss, Precision, Step, Sums, Term, sh
 from trilith.training.loss import Scales
 from trilith.training.samples import Samples
 
-from support.strangers import SAMPLES, STRANGERS, STUBS, Stranger
+from support.strangers import SAMPLES, STRANGERS, STUBS, WORDS, Stranger, next_word, words_that_count
 
-VOCAB, D, RUNGS, LENGTH = 37, 8, 4, 8
+D, RUNGS, LENGTH = 8, 4, 8
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 #: Models that are not ours, and losses of one that is made of our layers.
 NAMES = sorted([*STRANGERS, "contrast", "preference", "routers"])
@@ -78,13 +78,13 @@ class Ladder(nn.Module):
         super().__init__()
         self.ranks, self.stage, self.pooled = alone_or(state), Stage.of(RUNGS, state=state), pooled
         if self.stage.first:
-            self.words = VocabParallelEmbedding(VOCAB, D, state=state)
+            self.words = VocabParallelEmbedding(WORDS, D, state=state)
         self.rungs = nn.ModuleDict({str(i): Rung(routed, dropout, state=state) for i in self.stage.blocks})
         self.kinds = attention_kinds(self.rungs)
         if self.stage.last:
             self.last = LayerNorm(D, state=state)
         if self.stage.last and not pooled:
-            self.voice = VocabParallelHead(D, VOCAB, state=state)
+            self.voice = VocabParallelHead(D, WORDS, state=state)
 
     def forward(self, x: Any = None, *, tokens: Tensor, stage: Stage | None = None) -> Tensor:
         stage = stage or self.stage
@@ -101,14 +101,6 @@ class Ladder(nn.Module):
         return sum_over_context(x.sum(1), self.ranks)
 
 
-def next_token(output: Tensor, samples: Samples, *, state: ParallelState | None = None) -> Tensor:
-    return vocab_parallel_cross_entropy(output, samples["labels"], VOCAB, state=state).sum()
-
-
-def labels_that_count(samples: Samples) -> Tensor:
-    return valid_tokens(samples["labels"])
-
-
 class Preference(Loss):
     """DPO (Rafailov et al. 2023) with the next token of the chosen row; two rows in turn are a pair."""
 
@@ -123,7 +115,7 @@ class Preference(Loss):
         return {"wins": pairs, "next_token": valid_tokens(samples["labels"][::2]), "preference": pairs}
 
     def __call__(self, output: Tensor, samples: Samples, scales: Scales) -> Sums:
-        losses = vocab_parallel_cross_entropy(output, samples["labels"], VOCAB, state=self.state)
+        losses = vocab_parallel_cross_entropy(output, samples["labels"], WORDS, state=self.state)
         gains = sum_over_context(-losses.sum(1), self.state) - samples["reference"]
         margins = gains[::2] - gains[1::2]
         sums = {
@@ -211,14 +203,14 @@ def under_every_schedule(name: str, *, whole: bool = False) -> list[Trial]:
 def batch(number: int) -> dict[str, Tensor]:
     """Return rows of tokens of unequal numbers of labels, with a number of each row beside them."""
     generator = torch.Generator().manual_seed(number)
-    tokens, labels = random_rows(SAMPLES, LENGTH, VOCAB, generator)
+    tokens, labels = random_rows(SAMPLES, LENGTH, WORDS, generator)
     reference = torch.randn(SAMPLES, generator=generator, dtype=torch.float64) - 20
     return {"tokens": tokens, "labels": labels, "reference": reference}
 
 
 def loss_of(trial: Trial, state: ParallelState) -> Loss:
     if trial.loss in ("routers", "next"):
-        return FunctionLoss(next_token, count=labels_that_count, sequence=BOTH)
+        return FunctionLoss(next_word, count=words_that_count, sequence=BOTH)
     return Preference(state) if trial.loss == "preference" else Contrast()
 
 

@@ -72,16 +72,12 @@ def draw(command: str, number: int, inputs: Path, where: Path, kind: str = "inpu
     odd = [
         (name, flag, kinds)
         for name, flag, hidden, kinds in parameters_of(command)
-        if _takes_words(hidden, kinds)
+        if not hidden and bool not in kinds and Path not in kinds
     ]
     if inner and (not odd or random.random() < 0.65):
         place = random.choice(inner)
         return _with_file(random, place, Path(place.good.format(inputs)), inputs, where)
     return _with_option(random, command, odd or [("unknown", "--unknown", set())], inputs, where)
-
-
-def _takes_words(hidden: bool, kinds: set[Any]) -> bool:
-    return not hidden and bool not in kinds and Path not in kinds
 
 
 def _with_option(random: Random, command: str, odd: list[Any], inputs: Path, where: Path) -> Drawn:

@@ -46,8 +46,12 @@ from trilith.layers import (
     attach_expert_lora,
     attach_lora,
     cut_sequence,
+    enter_tensor,
+    gather_from_tensor,
     gather_logits,
+    leave_tensor,
     linears,
+    split_to_tensor,
     token_places,
     use_float8,
 )
@@ -344,6 +348,24 @@ class BothEnds(nn.Module):
         return self.embed.project(self.position(self.embed(ids), torch.arange(12)))
 
 
+class Exchanged(nn.Module):
+    """Make an activation whole, cut and gather it along each dim, and give a term of a sum that is changed in
+    place, as a residual is added to what a row-parallel layer gives.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.ranks = alone_or(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = enter_tensor(x, self.ranks)
+        for dim in range(3):
+            x = gather_from_tensor(split_to_tensor(x, self.ranks, dim=dim), self.ranks, dim=dim)
+        y = leave_tensor(x.square() / self.ranks.tensor.size, self.ranks)
+        y += 0
+        return y
+
+
 VOCABULARY = (
     Row(
         "embedding",
@@ -557,6 +579,7 @@ ROWS = (
     *_linear_rows(True),
     *_linear_rows(False),
     *ADAPTERS,
+    Row("exchanges", Exchanged, FOUR, shape=(4, 8, 12)),
     *VOCABULARY,
     Row("RMS norm", lambda s: RMSNorm(12, state=s), FOUR),
     Row("layer norm", lambda s: LayerNorm(12, state=s), FOUR),

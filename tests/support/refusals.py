@@ -25,10 +25,6 @@ _PYTHON = re.compile(r"(expected|found) (None|True|False|\(.*,\))(?!\w)|<class|P
 LARGE = 1 << 26
 
 
-def _leave_empty(folder: Path) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Refused:
     """State an input and how it is refused.
@@ -42,7 +38,7 @@ class Refused:
     call: Callable[[Path], object]
     says: str
     code: int = 2
-    given: Callable[[Path], object] = _leave_empty
+    given: Callable[[Path], object] = lambda folder: None
 
 
 def refusal_of(call: Callable[[], object]) -> str:

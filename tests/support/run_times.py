@@ -19,10 +19,6 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
-
-
 def known() -> dict[str, float]:
     """Return the seconds of the functions that ``seconds.txt`` names."""
     lines = (line.split() for line in SECONDS.read_text().splitlines())
@@ -37,7 +33,7 @@ def seconds_of_files() -> Mapping[str, float]:
 def _by_file(functions: Mapping[str, float]) -> defaultdict[str, float]:
     files: defaultdict[str, float] = defaultdict(float)
     for function, seconds in functions.items():
-        files[file_of(function)] += seconds
+        files[function.partition("::")[0]] += seconds
     return files
 
 

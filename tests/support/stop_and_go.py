@@ -26,10 +26,6 @@ OF_THE_MACHINE = {"seconds", "tokens_per_second", "memory", "slow_rank", "slow_h
 ROUNDING = 1e-10
 
 
-def _nothing(folder: Path) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class StopAndGo:
     """State the starts of a run, and the uninterrupted run that they must equal.
@@ -46,7 +42,7 @@ class StopAndGo:
     recipe: dict[str, Any] = field(default_factory=dict)
     stops: Sequence[int] = ()
     whole: dict[str, Any] | None = None
-    given: Callable[[Path], dict[str, Any]] = _nothing
+    given: Callable[[Path], dict[str, Any]] = lambda folder: {}
     train: Callable[[dict[str, Any]], object] = run_recipe
     slow: bool = False
 

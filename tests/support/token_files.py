@@ -27,6 +27,11 @@ CHATML, MARKED = (
         "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}",
     )
 )
+#: The same with the tokens that any trained tokenizer has.
+TURNS = (
+    "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
+)
 
 
 def zstd(data: bytes) -> bytes:

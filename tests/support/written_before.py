@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,16 +104,18 @@ def digits(kind: str, name: str) -> int:
     return 8 if kind == "bf16" and not name.startswith("optimizer.") else 24
 
 
-def state_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Callable[[nn.Parameter], Tensor | None] | None]:
-    """Return, by the beginning of the names in a checkpoint, what chooses a parameter or its moment."""
+def stored(
+    kind: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of every weight and moment that this rank stores, the tensor, and its numbers."""
+    shapes = {name: declaration.shape for name, declaration in declarations(model).items()}
     chosen: dict[str, Callable[[nn.Parameter], Tensor | None] | None] = {"": None}
-    if optimizer is None:
-        return chosen
-    for moment in MOMENTS:
-        chosen[f"optimizer.{moment}."] = partial(_moment, optimizer, moment)
-    return chosen
+    if optimizer is not None:
+        chosen |= {f"optimizer.{moment}.": partial(_moment, optimizer, moment) for moment in MOMENTS}
+    for before, choose in chosen.items():
+        for name, tensor, box in stored_parts(places(model, state), choose):
+            whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
+            yield before + name, tensor, whole[box.slices]
 
 
 def _moment(optimizer: torch.optim.Optimizer, moment: str, parameter: nn.Parameter) -> Tensor | None:
@@ -124,27 +126,18 @@ def _moment(optimizer: torch.optim.Optimizer, moment: str, parameter: nn.Paramet
 @torch.no_grad()
 def fill(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState) -> None:
     """Give every weight and moment that this rank stores its numbers."""
-    shapes = {name: declaration.shape for name, declaration in declarations(model).items()}
     if optimizer is not None:
         restore_state(model, optimizer, adamw({"updates": STEPS}))
-    for before, choose in state_tensors(model, optimizer).items():
-        for name, tensor, box in stored_parts(places(model, state), choose):
-            whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
-            tensor.copy_(whole[box.slices])
+    for _, tensor, given in stored(kind, model, optimizer, state):
+        tensor.copy_(given)
 
 
 def differing(
     kind: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState
 ) -> list[str]:
     """Return the names of what this rank stores that are not the numbers that ``fill`` gave."""
-    shapes = {name: declaration.shape for name, declaration in declarations(model).items()}
-    wrong = []
-    for before, choose in state_tensors(model, optimizer).items():
-        for name, tensor, box in stored_parts(places(model, state), choose):
-            whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
-            if not torch.equal(tensor.cpu(), whole[box.slices]):
-                wrong.append(before + name)
-    return wrong
+    each = stored(kind, model, optimizer, state)
+    return [name for name, tensor, given in each if not torch.equal(tensor.cpu(), given)]
 
 
 def write(kind: str, folder: Path) -> None:

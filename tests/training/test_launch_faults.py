@@ -136,11 +136,6 @@ def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make):
     assert not run.out.exists()
 
 
-def test_half_of_torchrun_s_variables_are_refused_E17(make, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(["train", str(make(2).recipe)]) == 2
-
-
 IN_A_COLLECTIVE = [
     pytest.param(1, [], id="K2-in-all-reduce"),
     pytest.param(0, [], id="K2b-the-first-rank", marks=pytest.mark.slow),

@@ -52,10 +52,6 @@ def of(model, **changes):
     return {"model": {"config": model}, **changes}
 
 
-def predicting(fields, **changes):
-    return {"model": {"config": TINY_GLM | fields, "mtp": 0.3}, **changes}
-
-
 def ranks(model, **layout):
     return of(model, layout=layout, data={"global_batch": 24, "micro_batch": 1})
 
@@ -115,7 +111,10 @@ ROWS = {
         ranks(TINY_LLAMA, data=2, expert=2),
     ),
     "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
-    "mtp-without-a-block": ("1 or more with mtp", predicting({"num_nextn_predict_layers": 0})),
+    "mtp-without-a-block": (
+        "1 or more with mtp",
+        {"model": {"config": TINY_GLM | {"num_nextn_predict_layers": 0}, "mtp": 0.3}},
+    ),
     "mtp-no-factor": ("a factor: .* states 1 block of multi-token prediction", of(TINY_GLM | {"mtp": True})),
     "float8-fp64": ("dtype: expected float32 or bfloat16 with.*float64", FLOAT8 | {"dtype": "float64"}),
     "float8-scaling-alone": (

@@ -87,38 +87,23 @@ def with_metadata(change):
     return harmed("titan", ".metadata", harm)
 
 
+def placed(**fields):
+    """Change what the metadata says of the place of the first chunk."""
+    return with_metadata(lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(fields))
+
+
+def embedding(change):
+    """Change what the metadata says of one tensor."""
+    return with_metadata(lambda metadata: change(metadata.state_dict_metadata["tok_embeddings.weight"]))
+
+
 def listing(*numbers):
     """List the chunks of one tensor by these numbers."""
 
-    def change(metadata):
-        chunks = metadata.state_dict_metadata["tok_embeddings.weight"].chunks
-        chunks[:] = [chunks[number] for number in numbers]
+    def change(stated):
+        stated.chunks[:] = [stated.chunks[number] for number in numbers]
 
-    return with_metadata(change)
-
-
-def compress(metadata):
-    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
-
-
-def forget_a_place(metadata):
-    del metadata.storage_data[next(iter(metadata.storage_data))]
-
-
-def of_another_kind(metadata):
-    metadata.state_dict_metadata["tok_embeddings.weight"] = ()
-
-
-def put_nowhere(metadata):
-    next(iter(metadata.storage_data.values())).offset = "0"
-
-
-def without_chunks(metadata):
-    metadata.state_dict_metadata["tok_embeddings.weight"].chunks = None
-
-
-def with_a_dim_less(metadata):
-    metadata.state_dict_metadata["tok_embeddings.weight"].chunks[0].offsets = torch.Size([0])
+    return embedding(change)
 
 
 def holding(content):
@@ -165,11 +150,6 @@ def changed_part(change):
     return harmed("llama2", PART, harm)
 
 
-def of_doubles(tensors):
-    name = "layers.0.attention.wo.weight"
-    tensors[name] = tensors[name].double()
-
-
 def pickled_alone(folder):
     shutil.copytree(hf(), folder / "m")
     torch.save(load_file(folder / "m" / WEIGHTS), folder / "m" / "weights.pt")
@@ -211,10 +191,6 @@ def read(folder):
     return foreign_format(folder / "titan").read(folder / "titan")
 
 
-def gguf(folder):
-    (folder / "x.gguf").write_bytes(b"GGUF")
-
-
 def converted_alone(name):
     return lambda folder: convert(folder / name, folder / "out")
 
@@ -250,7 +226,7 @@ def test_a_table_of_what_the_refusal_says_leaves_out_what_is_no_weight(tmp_path,
 
 
 NO_WEIGHTS = ((), ("runs/config.json",))
-CHUNK, PART = "__1_0.distcp", "consolidated.01.pth"
+CHUNK, PART, WO = "__1_0.distcp", "consolidated.01.pth", "layers.0.attention.wo.weight"
 test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
     of_another_model("titan", r"layers\.1\..*expected no such tensor", num_hidden_layers=1),
@@ -276,19 +252,21 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=lambda folder: ZipFile(folder / "all.pt", "w").writestr("a/notes.txt", "x")),
     Refused("a chunk listed never", read, "owned by nobody", given=listing(0)),
     Refused("a chunk listed twice", read, "owned 2 times", given=listing(0, 1, 1)),
-    Refused("compressed chunks", read, "without storage transforms", given=with_metadata(compress)),
-    Refused("a chunk in no place", read, "a place for the chunk at", given=with_metadata(forget_a_place)),
+    Refused("compressed chunks", read, "without storage transforms",
+            given=placed(transform_descriptors=["zstd"])),
+    Refused("a chunk in no place", read, "a place for the chunk at",
+            given=with_metadata(lambda metadata: metadata.storage_data.popitem())),
     Refused("another record", read, "expected TensorStorageMetadata, found tuple. The file is damaged",
-            given=with_metadata(of_another_kind)),
+            given=with_metadata(lambda m: m.state_dict_metadata.update({"tok_embeddings.weight": ()}))),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
     *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(text)}", given=at_step(step))
       for step, text in ((-1, "-1"), (1.5, "1.5"), (torch.nan, "nan"), (1e30, "1e+30"), ([1, 2], "F64 [2]"))),
     Refused("a place that is no number", read, "expected a name, an offset and a length, found something",
-            given=with_metadata(put_nowhere)),
+            given=placed(offset="0")),
     Refused("no chunks", read, "tok_embeddings.weight'?: expected a dtype and chunks",
-            given=with_metadata(without_chunks)),
+            given=embedding(lambda stated: setattr(stated, "chunks", None))),
     Refused("a chunk of fewer dims", read, "tok_embeddings.weight'?: expected 2 offsets, found 1",
-            given=with_metadata(with_a_dim_less)),
+            given=embedding(lambda stated: setattr(stated.chunks[0], "offsets", torch.Size([0])))),
     Refused("no tensor in a chunk", read, r"distcp: .*: expected a tensor, found (OrderedDict|dict)",
             given=holding({"a": 1})),
     Refused("another tensor in a chunk", read, r"distcp: .*: expected F32 \[.*\], found I64 \[3\]",
@@ -296,14 +274,15 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("a part with another tensor", copied("llama2"), "extra'?: expected the tensors of .*00.pth",
             given=changed_part(lambda tensors: tensors.update(extra=torch.ones(1)))),
     Refused("a part of doubles", copied("llama2"), "wo.weight'?: expected parts that differ",
-            given=changed_part(of_doubles)),
+            given=changed_part(lambda tensors: tensors.update({WO: tensors[WO].double()}))),
     Refused("no table", lambda folder: table_named(str(folder / "n.toml")), r"n\.toml: rule: expected ",
             given=lambda folder: (folder / "n.toml").write_text("rule = 5")),
     Refused("names of nothing", copied("all.pt"), "names .*found a, .*Say --names",
             given=lambda folder: torch.save({"a": torch.ones(1)}, folder / "all.pt")),
     Refused("pickled weights of another name", converted_alone("m"),
             r"pickled weights. `trilith convert m/weights\.pt OUT --config m` reads", given=pickled_alone),
-    *(Refused(f"GGUF {why}", call, "found GGUF. Take the safetensors", given=gguf)
+    *(Refused(f"GGUF {why}", call, "found GGUF. Take the safetensors",
+              given=lambda folder: (folder / "x.gguf").write_bytes(b"GGUF"))
       for why, call in (("with a config", copied("x.gguf")), ("without", converted_alone("x.gguf")))),
     Refused("an output layer that is not the embedding",
             lambda folder: convert(folder / "dcp", folder / "out", config=folder / "hf"),

@@ -27,12 +27,13 @@ def other_args(**changed):
     return Namespace(**vars(LLAMA.args) | changed)
 
 
-def dist(weights=EMBEDDING, args=LLAMA.args, write=lambda step: None, **config):
-    """Return what writes Megatron's distributed form, and a config beside it."""
+def dist(weights=EMBEDDING, args=LLAMA.args, write=lambda step: None, moments=None, **config):
+    """Return what writes Megatron's distributed form, perhaps with moments, and a config beside it."""
 
     def give(folder):
         config_of(LLAMA, folder, **config)
-        write(write_dist(folder / STEP, weights, args=args))
+        states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments or {})
+        write(write_dist(folder / STEP, weights, args=args, states=states))
 
     return give
 
@@ -82,17 +83,6 @@ def newest_of_a_run(text):
     def give(folder):
         dist()(folder)
         (folder / "latest_checkpointed_iteration.txt").write_text(text)
-
-    return give
-
-
-def with_moments(moments):
-    """Return what writes both moments of these, beside the weights."""
-
-    def give(folder):
-        config_of(LLAMA, folder)
-        states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments)
-        write_dist(folder / STEP, EMBEDDING, args=LLAMA.args, states=states)
 
     return give
 
@@ -177,9 +167,9 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("a list for what is common", read, r"common\.pt: expected a dict, found list",
             given=dist(write=lambda step: torch.save([1], step / "common.pt"))),
     Refused("moments of another model", read, r"exp_avg of 'x': expected a weight of that name, found none",
-            given=with_moments({"x": torch.zeros(2)})),
+            given=dist(moments={"x": torch.zeros(2)})),
     Refused("moments of another shape", read, r"exp_avg of '.*': expected \[32, 16\], found \[5\]",
-            given=with_moments(dict.fromkeys(EMBEDDING, torch.zeros(5)))),
+            given=dist(moments=dict.fromkeys(EMBEDDING, torch.zeros(5)))),
     Refused("a list for a rank", read, r"mp_rank_00/model_optim_rng\.pt: expected a dict, found list",
             given=legacy(lambda step: torch.save([1], step / "mp_rank_00" / "model_optim_rng.pt"))),
     Refused("ranks of two dtypes", read, r"output_layer\.weight: expected tensors of one kind on all ranks, "
