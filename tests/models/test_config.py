@@ -356,9 +356,11 @@ def test_a_qwen2_config_that_was_written_with_every_field_is_still_read():
 )
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
 def test_a_scaling_is_read_from_either_form_and_written_back(form, scaling):
-    config = read(LLAMA, {form: scaling})
-    assert config.to_hf()["rope_scaling"] == scaling
-    assert FAMILIES["llama"].from_hf(FAMILIES["llama"].to_hf(config)) == config
+    scaled = read(LLAMA, {form: scaling})
+    assert scaled.to_hf()["rope_scaling"] == scaling
+    plain = read(config("gpt_oss"), {"rope_scaling": {"rope_type": "default"}})  # where none means YaRN
+    for family, written in (("llama", scaled), ("gpt_oss", plain)):
+        assert FAMILIES[family].from_hf(FAMILIES[family].to_hf(written)) == written
 
 
 def test_an_unknown_key_is_ignored_with_a_warning_of_few_characters_D26():
