@@ -457,6 +457,16 @@ def model_and_chats(folder):
     written(folder)
 
 
+def test_rows_that_are_not_evaluated_may_hold_several_documents(tmp_path, capfd):
+    model_and_chats(tmp_path)
+    samples = [range(9)] * 9 + [range(4)] * 2  # the last two share a row, which is not the first one drawn
+    write_token_file(tmp_path / "mixed", samples, [[1] * len(ids) for ids in samples], vocab_size=9)
+    words = ["evaluate", str(tmp_path / "m"), str(tmp_path / "mixed"), "--sequence-length", "8"]
+    assert run([*words, "--rows", "1", "--device", "cpu"]) == 0
+    assert run([*words, "--device", "cpu"]) == 2
+    assert "expected one document a row" in capfd.readouterr().err
+
+
 def planned(why, kind, says, **changes):
     def call(folder):
         model = {"config": tiny(kind, vocab_size=512)}
