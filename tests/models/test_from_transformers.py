@@ -395,7 +395,8 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     ends("convert cut compared --to hf --verify", "diff cut hf", "diff hf cut")
     config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"hidden_act": "tanh"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))  # which the zoo does not have
-    ends("parity hf --implementation auto", code=2)
+    ends("parity hf --implementation auto", "verify hf", "inspect hf", "diff hf hf", code=2)
+    ends(*(f"{words} --implementation transformers" for words in ("verify hf", "inspect hf", "diff hf hf")))
     convert("hf", "tanh", implementation="transformers")
     ends("parity hf --implementation transformers", "diff hf tanh", "diff tanh hf")
     trained("transformers", "lora", steps=1, lora={"r": 2, "target_modules": ["q_proj"]})
