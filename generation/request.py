@@ -265,7 +265,7 @@ def run_generation(
         rate = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         return f"{rate} on {device_words(device)}"
 
-    def read() -> Prepared:
+    def prepare_here() -> Prepared:
         prepared = prepare(request, ranks.layout)
         # Ranks that were started here have the command before them, which says it.
         if (
@@ -277,7 +277,7 @@ def run_generation(
         return prepared
 
     asked = sha256(repr(request).encode()).hexdigest()
-    return ranks.run(read, work, asked=asked)
+    return ranks.run(prepare_here, work, asked=asked)
 
 
 def _is_ours(contents: bytes) -> bool:
