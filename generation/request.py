@@ -117,14 +117,14 @@ def not_applied(source: Source, sampling: Sampling) -> str:
         names += ["temperature", "top_k", "top_p"]
         config.setdefault("temperature", 1.0)
     settings = {
-        name: value
+        name: setting
         for name in names
-        if isinstance(value := config.get(name), int | float)
-        and getattr(sampling, name) == getattr(default, name) != value
+        if isinstance(setting := config.get(name), int | float)
+        and getattr(sampling, name) == getattr(default, name) != setting
     }
     if not settings:
         return ""
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    options = " ".join(f"--{name.replace('_', '-')} {setting}" for name, setting in settings.items())
     return f"{file} has {', '.join(settings)}, which only options set: {options}"
 
 
