@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from ..models import AdaptedFamily, implementation_of
-from ..parallel_state import BadInput, Layout, ParallelState, check_state, require, state_of
+from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, check_state, require, state_of
 from ..parallel_state.collective_errors import all_succeed, together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST
@@ -116,7 +116,7 @@ def _sources(
         implementation = raw.get("implementation", "auto")
         source = read_source(place, module=module, mtp=mtp, implementation=implementation, whole=whole)
     if described is not None and not isinstance(described.family, AdaptedFamily):
-        check_whole(source)
+        check_whole(source, BadCheckpoint)
         todo = "Build it with adapted(family, lora), or let load build it"
         require(adapter is None, "load", "model", "one with adapters", "one without", todo)
         return [source]
@@ -168,10 +168,10 @@ def fill(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def check_whole(source: Source) -> None:
+def check_whole(source: Source, kind: type[BadInput] = BadInput) -> None:
     """Refuse LoRA adapters if the weights of a whole model are needed."""
     todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load` without a model loads both"
-    require(source.adapter is None, source.path, None, "a whole model", "LoRA adapters", todo)
+    require(source.adapter is None, source.path, None, "a whole model", "LoRA adapters", todo, kind=kind)
 
 
 def _check_same(source: Source, described: Described) -> None:
@@ -179,12 +179,12 @@ def _check_same(source: Source, described: Described) -> None:
     if described.module is not None:
         if source.manifest is not None:  # else the folder was read against them
             shapes = {name: declaration.shape for name, declaration in described.declarations()[0].items()}
-            other: dict[str, Any] = {"what": "parameter", "todo": "It is a checkpoint of another module"}
-            check_same_shapes(source.path, shapes, source.manifest.shapes(), kind=BadInput, **other)
+            todo = "It is a checkpoint of another module"
+            check_same_shapes(source.path, shapes, source.manifest.shapes(), what="parameter", todo=todo)
         return
     family, stored = described.family, source.described
     if stored.model_type != family.model_type:
-        raise BadInput(source.path, "model_type", expected=family.model_type, found=stored.model_type)
+        raise BadCheckpoint(source.path, "model_type", expected=family.model_type, found=stored.model_type)
     if isinstance(stored.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
         _check_same_fields(
             source, "lora.", family.lora, stored.family.lora, "lora_dropout",
@@ -202,7 +202,7 @@ def _check_same_fields(
         expected, actual = getattr(current, key), getattr(stored, key)
         if expected != actual and key != free:
             expected, actual = ("null" if field is None else field for field in (expected, actual))
-            raise BadInput(source.path, prefix + key, expected=expected, found=actual, todo=todo)
+            raise BadCheckpoint(source.path, prefix + key, expected=expected, found=actual, todo=todo)
 
 
 def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
@@ -217,7 +217,7 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
     if manifest is None or manifest.kind != "training":
         expected, actual = "a checkpoint of a training run", "weights alone" if manifest else source.form
         todo = "Start from it with model.init_from, or in a loop of your own without the optimizer"
-        raise BadInput(source.path, expected=expected, found=actual, todo=todo)
+        raise BadCheckpoint(source.path, expected=expected, found=actual, todo=todo)
     if isinstance(getattr(model, "family", None), AdaptedFamily) and source.adapter is None:
         raise BadInput(source.path, expected="LoRA adapters, which the model trains", found="a whole model")
     check_optimizer("load", model, optimizer, manifest.optimizer or adamw({}))
@@ -254,7 +254,7 @@ def _restore_optimizer(
     state: ParallelState,
     memory: Mapping[str, Any],
 ) -> None:
-    """Fill what the optimizer keeps; ``BadInput`` for a parameter that was frozen and is trained now."""
+    """Fill what the optimizer keeps; ``BadCheckpoint`` for a parameter that was frozen and is trained now."""
     manifest = source.manifest
     assert manifest is not None, source.path
     restore_state(model, optimizer, manifest.optimizer or adamw(memory))
@@ -263,5 +263,5 @@ def _restore_optimizer(
             key = moment_name(moment, name)
             expected, actual = "the moment of a parameter that is trained", "none: it was frozen"
             todo = "Freeze what the run began with frozen, or start a new run from these weights"
-            require(name not in manifest.frozen, source.path, key, expected, actual, todo)
+            require(name not in manifest.frozen, source.path, key, expected, actual, todo, kind=BadCheckpoint)
             fill(tensor, source.ours[key].read(box))

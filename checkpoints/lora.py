@@ -25,7 +25,7 @@ from ..models import (
     adapted,
     implementation_of,
 )
-from ..parallel_state import BadInput, Box, require
+from ..parallel_state import BadCheckpoint, BadInput, Box, require
 from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS, look_at
 from ..storage.file_names import (
@@ -80,8 +80,9 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     """Open the adapters in a PEFT folder or in a checkpoint of a LoRA run, to go with ``base``.
 
     The base must be a model's weights, not adapters. ``whole``: as for ``read_source``, and look whether they
-    were trained on these weights. Raises ``BadInput`` for a source that is not an adapter, is not supported,
-    or does not fit the base: tensors missing, left over or of another shape, or another model's weights.
+    were trained on these weights. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not an
+    adapter, is not supported, or does not fit the base: tensors missing, left over or of another shape, or
+    another model's weights.
     """
     require(base.adapter is None, base.path, None, "the weights of a whole model", "LoRA adapters")
     path, source = _adapters_in(path, whole=whole)
@@ -138,7 +139,7 @@ def check_same_base(trained: StoredAdapter, base: StoredAdapter, where: object) 
     if trained.fingerprint not in (None, base.fingerprint):
         expected = f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})"
         actual = f"{base.base}, whose config or weights are others ({base.fingerprint})"
-        raise BadInput(where, "base", expected=expected, found=actual)
+        raise BadCheckpoint(where, "base", expected=expected, found=actual)
 
 
 def _peft_folder(path: Path, base: Source) -> Source:

@@ -91,7 +91,7 @@ def require(
 
 
 class BadCheckpoint(BadInput):
-    """Report a checkpoint directory that is absent, incomplete or altered. Exit code 4."""
+    """Report a checkpoint directory that is absent, incomplete, altered, or of another model. Exit code 4."""
 
     exit_code = 4
 

@@ -183,8 +183,8 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
     """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder, for ``carry_out``.
 
     ``base``: a Hugging Face folder or a checkpoint. ``adapter``: a PEFT folder, a LoRA run or a checkpoint of
-    one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput``
-    if they do not fit together (see ``read_adapter``).
+    one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
+    ``BadCheckpoint`` if they do not fit together (see ``read_adapter``).
     """
     source = read_source(base, implementation=base_implementation(adapter) or "auto")
     added = read_adapter(adapter, source)

@@ -285,9 +285,9 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(
             given=hf_folder()),
     Refused("two names for a tensor", to_dcp_by(TWO_NAMES), "expected one foreign name, found 2",
             given=hf_folder()),
-    Refused("G13-another-family", load_another_family, "model_type: expected gpt2, found llama",
+    Refused("G13-another-family", load_another_family, "model_type: expected gpt2, found llama", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
-    Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32",
+    Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32", code=4,
             given=lambda folder: [hf_folder()(folder), CUT(folder)]),
 )  # fmt: skip
 

@@ -246,11 +246,11 @@ OF_GROUPS = (Rule("gain.weight", "g", groups="heads"), *NAMES)
 TWICE = (*NAMES, Rule("blocks.{i}.down.weight", "h.{i}.other"))
 test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("width", loading(lambda: Embedder(12)), r"embed\.weight': expected \[37, 12\], found .*8\]",
-            given=WEIGHTS),
+            code=4, given=WEIGHTS),
     Refused("another module", loading(lambda: nn.Linear(2, 2)), r"'weight': expected \[2, 2\], found no such",
-            given=WEIGHTS),
+            code=4, given=WEIGHTS),
     Refused("no moments", loading(Embedder, lambda model: make_adamw(model, lr=1.0)),
-            "expected a checkpoint of a training run, found weights alone", given=WEIGHTS),
+            "expected a checkpoint of a training run, found weights alone", code=4, given=WEIGHTS),
     Refused("no names", lambda folder: convert(folder / "m", folder / "hf", to="hf"),
             "expected a table of Hugging Face's names, found none", given=saving(lambda: nn.Linear(2, 2))),
     Refused("buffers", saving(lambda: nn.BatchNorm1d(3)),

@@ -137,7 +137,7 @@ def test_a_parameter_frozen_before_and_trained_now_has_no_moments_to_go_on_with(
     step(model, optimizer)
     save(tmp_path, model, optimizer, step=1)
     model = two()
-    with pytest.raises(BadInput, match=r"exp_avg\.1\.weight: .* found none: it was frozen"):
+    with pytest.raises(BadCheckpoint, match=r"exp_avg\.1\.weight: .* found none: it was frozen"):
         load(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 

@@ -198,7 +198,7 @@ def readapted(why, says, *, harm=lambda folder: None, **changes):
         start(folder, stop_after=2)
         harm(folder)
 
-    return Refused(why, lambda folder: start(folder, **changes), says, given=given)
+    return Refused(why, lambda folder: start(folder, **changes), says, code=4, given=given)
 
 
 def change_a_weight(folder):
@@ -232,11 +232,12 @@ test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
     resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
     resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),
     resumed("F12-other-tokens", r"data\.tokens: .* found .*, of tokens\. Resume", harm=other_tokens),
-    resumed("G13-another-model", "size: expected 64, found 48. .*another folder", **ANOTHER),
-    resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", began=FROZEN),
+    resumed("G13-another-model", "size: expected 64, found 48. .*another folder", code=4, **ANOTHER),
+    resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", code=4, began=FROZEN),
     resumed(
         "G14-weights-without-moments",
         "a checkpoint of a training run, found weights alone.* Start from it with model.init_from",
+        code=4,
         harm=forget_the_moments,
     ),
     readapted("adapters-of-another-rank", r"lora\.r: expected 8, found 4", lora=LORA | {"r": 8}),
