@@ -20,7 +20,9 @@ from ..parallel_state.collective_errors import together
 from ..storage.disk import Hold, hold
 from ..storage.file_names import CHECKPOINTS, MANIFEST, STEP_NAME, finished_name, holds_steps, set_aside_name
 from ..storage.remote_folder import RemoteFolder, fetched
+from ..storage.safe_open import is_there
 from ..system.addresses import as_url
+from .foreign.formats import EXPECTED
 from .hugging_face.folder import FILES, from_hub
 from .manifest import Manifest
 
@@ -112,8 +114,9 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     ranks that rank 0 tells which one is taken. ``BadCheckpoint`` if there is none says what there is instead.
     """
     root = folder_of_steps(Path(root))
-    actual = "a file" if root.exists() else "no such directory"
-    require(root.is_dir(), root, None, "a directory of checkpoints", actual, kind=BadCheckpoint)
+    expected = "a directory of checkpoints"
+    actual = "a file" if is_there(root, expected=expected, kind=BadCheckpoint) else "no such directory"
+    require(root.is_dir(), root, None, expected, actual, kind=BadCheckpoint)
     tries = _TRIES
     while True:
         listed = {path.name for path in root.iterdir()}
@@ -202,7 +205,7 @@ def local_folder(name: str | Path) -> Path:
     """
     if (url := as_url(name)) is None:
         path = Path(name)
-        return path if path.exists() else from_hub(name) or path
+        return path if is_there(path, expected=EXPECTED) else from_hub(name) or path
     url, passed_over = newest_at(url)
     warn_of(passed_over)
     return fetched(url, lambda file: any(fnmatch(file, pattern) for pattern in FILES))

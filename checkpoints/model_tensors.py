@@ -5,6 +5,7 @@ It is the same for a folder of Hugging Face and for a checkpoint of another proj
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -161,6 +162,24 @@ def model_moments(where: Path, moments: Mapping[str, Catalog], names: Names) -> 
         check_covered(where, tensors)
         catalog |= {moment_name(moment, name): tensor for name, tensor in tensors.items()}
     return catalog
+
+
+def model_updates(
+    where: Path, updates_of: Mapping[str, int], updates: int | None, described: Described, names: Names
+) -> dict[str, int]:
+    """Return, by our names, the updates of parameters that have fewer than ``updates``, as ``updates_of``
+    says of stored weights; ``BadInput`` for a parameter made of weights that differ in them.
+    """
+    counts: dict[str, set[int | None]] = defaultdict(set)
+    for link in described.links()[0] if updates_of else ():
+        counts[link.ours] |= {updates_of.get(piece.stored, updates) for piece in names.get(link.hf, ())}
+    fewer: dict[str, int] = {}
+    for name, of_parts in counts.items():
+        numbers, todo = ", ".join(sorted(map(str, of_parts))), "Save the weights without the optimizer"
+        expected = "one number of updates of what makes it"
+        require(len(of_parts) <= 1, where, name, expected, numbers, todo)
+        fewer.update((name, count) for count in of_parts if count is not None and count != updates)
+    return fewer
 
 
 def _absent_prefix(stored: Catalog, described: Described) -> str:

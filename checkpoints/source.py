@@ -32,7 +32,7 @@ from .foreign.formats import EXPECTED, Format, format_of, refuse_absent, refuse_
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .model_tensors import Repeated, model_moments, model_tensors, own_names
+from .model_tensors import Repeated, model_moments, model_tensors, model_updates, own_names
 from .optimizer_state import MOMENTS, moment_name
 from .rank_files import checkpoint_catalog, checkpoint_files
 from .user_module_family import Described, described_module
@@ -63,6 +63,8 @@ class Source:
     #: Declarations and names of a user's own module (from a checkpoint, or given by the caller); ``None`` for
     #: a model of the zoo.
     module: Described | None = None
+    #: Updates of the parameters, by our names, that another project's optimizer has updated less often.
+    updates_of: dict[str, int] = field(default_factory=dict)
     #: Tensors that a Hugging Face folder holds twice.
     repeated: Sequence[Repeated] = ()
 
@@ -113,6 +115,13 @@ class Source:
         """Return how many updates the optimizer of the source has made."""
         counted = self.manifest or self.foreign
         return 0 if counted is None else counted.updates or 0
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Return what the optimizer of the source has counted, as ``adamw`` takes it."""
+        stored = None if self.manifest is None else self.manifest.state.get("memory")
+        further = stored if isinstance(stored, dict) else {"updates_of": self.updates_of}
+        return {"updates": self.updates, **further}
 
     @cached_property
     def ours(self) -> Catalog:
@@ -272,11 +281,14 @@ def _foreign(
     if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
         others = f" and {counted(len(without) - 1, 'other weight')}" if without[1:] else ""
         checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
-        checkpoint.moments = {}
+        checkpoint.moments, checkpoint.updates_of = {}, {}
     catalog |= model_moments(path, checkpoint.moments, trained)
     for file, keys in (files := catalog.stored_keys).items():
         if isinstance(file, ViewFile):
             file.keep(keys)
     companions = companions_in(where) if where.is_dir() else []
     skipped = [f"{path}: {line}" for line in checkpoint.skipped]
-    return Source(path, raw, companions, [*files], catalog, None, skipped, foreign=checkpoint)
+    return Source(
+        path, raw, companions, [*files], catalog, None, skipped, foreign=checkpoint,
+        updates_of=model_updates(path, checkpoint.updates_of, checkpoint.updates, described, trained),
+    )  # fmt: skip

@@ -1,11 +1,11 @@
 """``trilith diff A B``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ..system import BadInput, require
-from .shared.options import CONFIG, NAMES
+from .shared.options import CONFIG, IMPLEMENTATION, NAMES
 from .shared.parameters import Place, Range
 from .shared.say import say
 
@@ -17,6 +17,7 @@ def diff(
     most: Annotated[int, Range(1, 10**6), "largest number of differing tensors to print"] = 20,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
+    implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
 ) -> None:
     """Compare the weights of two folders tensor by tensor.
 
@@ -38,9 +39,9 @@ def diff(
 
     def opened(path: str, like: Source | None = None) -> Source:
         """Open a folder; a Hugging Face folder as the other one says, a checkpoint as it says itself."""
-        module, by = (None, {}) if like is None else (like.module, like.config)
+        module, by = (None, implementation) if like is None else (like.module, implementation_of(like.config))
         at, table = reading[path]
-        return read_source(path, module=module, config=at, names=table, implementation=implementation_of(by))
+        return read_source(path, module=module, config=at, names=table, implementation=by)
 
     try:
         first = opened(a)

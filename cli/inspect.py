@@ -1,10 +1,10 @@
 """``trilith inspect DIR``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..system import BadInput, counted
-from .shared.options import CONFIG, NAMES
+from .shared.options import CONFIG, IMPLEMENTATION, NAMES
 from .shared.parameters import As, Place
 from .shared.say import print_table, say, table
 
@@ -18,6 +18,7 @@ def inspect(
     tensor: Annotated[str | None, "tensor to print minimum, maximum, mean and standard deviation of"] = None,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
+    implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.
 
@@ -43,7 +44,7 @@ def inspect(
         for name, stored in foreign.tensors.items():
             say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(_parts(stored), 'part')}")
         return
-    folder = read_source(source, config=config, names=names)
+    folder = read_source(source, config=config, names=names, implementation=implementation)
     manifest = folder.manifest
     fixed = folder.described.buffers(of_hf=manifest is None)  # a router's bias is no parameter
     parameters = sum(

@@ -1,9 +1,9 @@
 """``trilith verify DIR``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ..system import counted, require
-from .shared.options import CONFIG, NAMES, Strict
+from .shared.options import CONFIG, IMPLEMENTATION, NAMES, Strict
 from .shared.parameters import As, Place
 from .shared.say import byte_progress, say
 
@@ -15,6 +15,7 @@ def verify(
     *,
     config: Annotated[Place | None, CONFIG] = None,
     names: Annotated[str | None, NAMES] = None,
+    implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
     strict: Strict = False,
 ) -> None:
     """Check every byte of a checkpoint, a Hugging Face folder or a token file.
@@ -36,8 +37,9 @@ def verify(
     from ..data.token_file import names_tokens
 
     if names_tokens(source):
-        for option, value in (("--config", config), ("--names", names)):
-            todo = "Leave it out: it is for a checkpoint of another project"
+        chosen = None if implementation == "auto" else implementation
+        for option, value in (("--config", config), ("--names", names), ("--implementation", chosen)):
+            todo = "Leave it out: it is for weights"
             require(value is None, "verify", option, "none with a token file", value, todo)
         verify_tokens(source)
         return
@@ -47,7 +49,7 @@ def verify(
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
 
-    weights = read_source(source, config=config, names=names, compare=False)
+    weights = read_source(source, config=config, names=names, implementation=implementation, compare=False)
     for warning in weights.warnings:
         say(f"warning: {warning}", err=True)
     manifest = weights.manifest

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.engine import accelerator, map_tensors
 from .batch import Batch, BatchParts
-from .rows import Documents, Overlong, SampleRows, Samples, rows_of
+from .rows import Documents, Overlong, SampleRows, Samples, WindowRows, rows_of
 from .sample_order import Interleave, SampleOrder, piece_of
 from .token_file import TokenFile
 
@@ -72,10 +73,13 @@ class GlobalBatches(SampleOrder):
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
 
-    @property
-    def shared(self) -> bool:
-        """Tell whether some row holds several documents that do not see each other; reads all starts."""
-        return any(rows.shared for rows in self._rows)
+    def shared(self, first: range | None = None) -> bool:
+        """Tell whether some row, or one of these of the first step, holds several documents that do not see
+        each other; reads the documents' starts alone.
+        """
+        if first is None:
+            return any(rows.shared(np.arange(len(rows))) for rows in self._rows)
+        return any(rows.shared(numbers) for rows, numbers in self._by_file(0, first))
 
     def separate_padding(self) -> None:
         """Let positions start again where padding does: else it counts in the length of the last sample."""
@@ -106,13 +110,15 @@ class GlobalBatches(SampleOrder):
         """
         if not self.packed:
             return len(rows) * self.sequence_length
-        count = 0
+        return sum(of_file.count_labels(numbers) for of_file, numbers in self._by_file(step, rows))
+
+    def _by_file(self, step: int, rows: range) -> Iterator[tuple[WindowRows | SampleRows, NDArray[np.int64]]]:
+        """Yield the rows of a file, and the numbers among them of some rows of a step's batch."""
         for begin in range(rows.start, rows.stop, _COUNTED_AT_ONCE):
             chunk = range(begin, min(begin + _COUNTED_AT_ONCE, rows.stop))
             sources, numbers = self.sample_ids(step, chunk)
             for source in np.unique(sources).tolist():
-                count += self._rows[source].count_labels(numbers[sources == source])
-        return count
+                yield self._rows[source], numbers[sources == source]
 
 
 @contextmanager

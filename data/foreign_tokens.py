@@ -79,10 +79,9 @@ def index_tokens(
         expected = f"4 bytes for each, for a vocabulary of {vocab_size}"
         todo = "Name the tokenizer that made the file"
         raise BadInput(foreign.path, "ids", expected=expected, found="2 bytes", todo=todo)
-    paths = TokenPaths.of(out)
-    in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
+    paths, outputs = TokenPaths.of(out), outputs_of(foreign, out)
+    in_place = paths.tokens not in outputs
     check_place(paths.name)
-    outputs = [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
     # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
     # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
     staged_as = paths.index if in_place else paths.name
@@ -109,6 +108,13 @@ def index_tokens(
         )  # fmt: skip
     finally:
         staging.abandon()
+
+
+def outputs_of(foreign: ForeignTokens, out: Path) -> list[Path]:
+    """Return the files that the token file ``out`` may have beside these ids, the index first."""
+    paths = TokenPaths.of(out)
+    in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
+    return [path for path in paths.all if not (in_place and path in (paths.tokens, paths.megatron))]
 
 
 def _parts(foreign: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:

@@ -51,11 +51,10 @@ class WindowRows:
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
 
-    @property
-    def shared(self) -> bool:
-        """Tell whether some row holds several documents that do not see each other."""
-        starts = self.file.documents[1:-1]
-        return self.separate and bool((starts[starts < len(self) * self.length] % self.length).any())
+    def shared(self, rows: Ids) -> bool:
+        """Tell whether one of these rows holds several documents that do not see each other."""
+        inside = np.searchsorted(self.file.documents, rows * self.length + np.array([[1], [self.length]]))
+        return self.separate and bool((inside[0] < inside[1]).any())
 
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
@@ -117,10 +116,9 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def shared(self) -> bool:
-        """Tell whether some row holds several samples."""
-        return len(self.rows.samples) > len(self.rows)
+    def shared(self, rows: Ids) -> bool:
+        """Tell whether one of these rows holds several samples."""
+        return bool((np.diff(self.rows.starts)[rows] > 1).any())
 
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         at, starts = 0, []

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import NoneType
@@ -107,6 +106,28 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in token_ids if i is not None and 0 <= i < source.model_config.vocab_size)
 
 
+def not_applied(source: Source, sampling: Sampling) -> str:
+    """Return a line about settings of generation_config.json that transformers would apply, with the options
+    that do; empty without any. An option that was given stands for the file's setting.
+    """
+    file, default = source.path / GENERATION_CONFIG, Sampling()
+    config = read_json(file) if file.exists() else {}
+    names = ["repetition_penalty"]
+    if config.get("do_sample") is True:
+        names += ["temperature", "top_k", "top_p"]
+        config.setdefault("temperature", 1.0)
+    settings = {
+        name: setting
+        for name in names
+        if isinstance(setting := config.get(name), int | float)
+        and getattr(sampling, name) == getattr(default, name) != setting
+    }
+    if not settings:
+        return ""
+    options = " ".join(f"--{name.replace('_', '-')} {setting}" for name, setting in settings.items())
+    return f"{file} has {', '.join(settings)}, which only options set: {options}"
+
+
 def continue_rows(
     request: Request,
     prepared: Prepared,
@@ -171,6 +192,8 @@ def converse(
     with process_group(Layout(), device=device) as state:
         model = prepared.load(state)
         note(f"{request.source} on {device_words(device)}; {ANEW} begins anew, Ctrl-D ends")
+        if line := not_applied(prepared.source, request.sampling):
+            note(line)
         messages: list[Message] = []
         for number, line in enumerate(filter(str.strip, lines)):
             if line.strip() == ANEW:
@@ -242,8 +265,19 @@ def run_generation(
         rate = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         return f"{rate} on {device_words(device)}"
 
+    def prepare_here() -> Prepared:
+        prepared = prepare(request, ranks.layout)
+        # Ranks that were started here have the command before them, which says it.
+        if (
+            ranks.status is None
+            and own_rank() == 0
+            and (line := not_applied(prepared.source, request.sampling))
+        ):
+            ranks.note(line)
+        return prepared
+
     asked = sha256(repr(request).encode()).hexdigest()
-    return ranks.run(partial(prepare, request, ranks.layout), work, asked=asked)
+    return ranks.run(prepare_here, work, asked=asked)
 
 
 def _is_ours(contents: bytes) -> bool:

@@ -23,7 +23,7 @@ from .collective_order import CollectiveOrder
 from .data_types import dtype_name, dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .fault_injection import fault
-from .foreign import check_state, mark_shared, refuse_foreign, refuse_hooks
+from .foreign import check_state, mark_shared, refuse_foreign, refuse_hooks, refuse_replaced
 from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
 from .gradient_sums import (
     GradientSums,

@@ -48,10 +48,10 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
         raise BadInput(where, "state", expected=expected, found=actual, todo=todo)
     refuse_lost_hooks(model, where)
     _refuse_added(model, where)
-    _refuse_replaced(model, state.layout, where)
+    refuse_replaced(model, state.layout, where)
 
 
-def _refuse_replaced(model: nn.Module, layout: Layout, where: str) -> None:
+def refuse_replaced(model: nn.Module, layout: Layout, where: str) -> None:
     """Refuse what a parametrization, or pruning, trains in the place of a parameter that is declared as cut,
     partial or of both ends: it is not declared, and would pass for whole on every rank.
     """

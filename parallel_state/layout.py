@@ -67,7 +67,7 @@ class Layout:
             todo = "Set zero, or move the data ranks to data_replicate"
             refuse_layout("zero", f"a stage from 1 to 3 with data_shard={self.data_shard}", 0, todo)
         if self.expert_pool % self.expert:
-            axes = "context * data_shard" if self.zero else "context * data"
+            axes = "context * data" + " / data_replicate" * self.copies_shards
             todo = nearest_divisors("expert", self.expert_pool, self.expert)
             refuse_layout("expert", f"a divisor of {axes} = {self.expert_pool}", self.expert, todo)
         stages = self.virtual_stages

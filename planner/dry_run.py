@@ -16,8 +16,8 @@ from ..runs.launch import device_here
 from ..simulation.model_flops import TokenFlops, parameters_of
 from ..system.addresses import can_be_read
 from ..training.lora import recipe_shape
-from ..training.run_data import out_of_reach
-from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
+from ..training.run_data import within_reach
+from ..training.run_plan import Plan, check_data, flops_of, loss_chunk_of, plan
 from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
@@ -105,6 +105,9 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     """
     recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
+    batches, held_out, not_read = within_reach(recipe, planned.config.vocab_size)
+    if batches is not None:
+        check_data(recipe, planned, batches, held_out)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     parameters = parameters_of(base.on_meta(planned.config))
@@ -127,7 +130,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
         device,
         room,
         [] if room is None or chosen.total <= room else remedies(recipe, total, room),
-        missing + out_of_reach(recipe, planned.config.vocab_size),
+        missing + not_read,
     )
 
 

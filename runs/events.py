@@ -40,7 +40,8 @@ class Events:
 
     Each line has ``time`` (seconds since 1970), ``event`` and ``step``, how many steps were done. Events:
     ``started``, ``resumed`` (with the checkpoint and the layout that wrote it; both with layout, world size
-    and the whole recipe, and with ``fitted``, a line, if the layout was chosen for the ranks that were left),
+    and the whole recipe, with ``reached``, how many steps the attempts before had done, and with ``fitted``,
+    a line, if the layout was chosen for the ranks that were left),
     ``saved``, ``stopped`` (asked to), ``failed``, ``finished``. A run that was killed says nothing.
     """
 
@@ -83,7 +84,7 @@ def _is_whole(line: Mapping[str, Any]) -> bool:
     if not isinstance(event, str) or type(step) is not int or step < 0:
         return False
     facts = all(type(line.get(key)) is kind for key, kind in _FACTS.get(event, {}).items())
-    facts = facts and isinstance(line.get("recipe", {}), dict)
+    facts = facts and isinstance(line.get("recipe", {}), dict) and type(line.get("reached", 0)) is int
     dated = isinstance(at, int | float) and type(at) is not bool and 0 <= at <= _LAST_SECOND
     return facts and dated
 

@@ -84,13 +84,12 @@ class StepLog:
     A resume first drops the lines of steps that it will repeat, and moves broken lines (a kill or a full disk
     cut them short) to a new file beside it whose name ends in ``.broken`` or ``.broken-2`` and so on; every
     good line stays. ``None`` is left out; a number that is not finite, which JSON cannot express, is
-    ``null``. ``logged``: the number of steps, up to the last, that the file had.
+    ``null``. ``reached``: the number of steps, up to the last, that the file had.
     """
 
     def __init__(self, path: Path, *, start: int) -> None:
-        self.path, self.logged = path, 0
-        if start:
-            self.logged = max((line["step"] + 1 for line in read_metrics(path)), default=0)
+        self.path = path
+        self.reached = max((line["step"] + 1 for line in read_metrics(path)), default=0)
         path.parent.mkdir(parents=True, exist_ok=True)
         good, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
         if broken:

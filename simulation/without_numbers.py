@@ -44,6 +44,7 @@ def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[Non
             from ..parallel_state.engine.fake_tensors import FakeTensor, FakeTensorMode
 
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(without_compiler())  # which that has imported
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", read_in_trace))
         fakes: dict[int, Tensor] = {}
         for module in {id(inner): inner for outer in modules for inner in outer.modules()}.values():

@@ -18,6 +18,7 @@ from ..parallel_state import BadInput, fault, require
 from ..system.addresses import address_of
 from .disk import Disk, DiskFailed, FileLock, closing, try_lock, writing
 from .file_names import LONGEST_NAME, beside, finished_name, kept_by_runs, leftovers, unfinished
+from .safe_open import is_there
 
 #: How many of a file's first and last bytes are read to tell which command wrote it.
 _SEEN = 1 << 16
@@ -156,7 +157,7 @@ def check_home(output: Path) -> Path:
     Refuse it if it is a file or cannot be written to.
     """
     for home in Path(os.path.abspath(output)).parents:
-        if home.exists():
+        if is_there(home, expected="a name that the file system takes"):
             break
         if home.is_symlink():
             actual = f"a link to {os.readlink(home)}, which is absent"

@@ -19,6 +19,14 @@ _KINDS = {
 }
 
 
+def is_there(path: Path, *, expected: str, kind: type[BadInput] = BadInput) -> bool:
+    """Tell whether there is anything of this name; refuse one that no file can have, such as one too long."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise from_os_error(error, path, expected=expected, kind=kind) from None
+
+
 def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "") -> os.stat_result:
     """Return the status of a regular file; refuse others without opening them (opening a pipe blocks)."""
     try:

@@ -57,6 +57,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/gloo_all_gather.py": "the same",
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",
+    "parallel_state/engine/own_weights.py": "the same",
     "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
     "simulation/backend.py": "makes a device of Python, for which torch has no public door",
     "simulation/kernels.py": "calls kernels that torch would call after asking a driver",

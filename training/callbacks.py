@@ -164,11 +164,12 @@ class RunFiles(Callback):
             if watch.trackers or self.others:
                 self._trackers = Trackers(
                     watch.trackers, self.others, trainer.out, project=watch.project,
-                    recipe=plain_recipe(plain), start=start, logged=self._log.logged, say=self.terminal.say,
+                    recipe=plain_recipe(plain), start=start, logged=self._log.reached if start else 0, say=self.terminal.say,
                 )  # fmt: skip
         self.events = Events(trainer.out / "events.jsonl" if trainer.first else None)
         facts: dict[str, Any] = {
-            "layout": str(recipe.layout), "world": recipe.layout.world, "recipe": plain
+            "layout": str(recipe.layout), "world": recipe.layout.world, "recipe": plain,
+            "reached": self._log.reached if self._log else 0,
         }  # fmt: skip
         if self.layout_change_reason:
             facts["fitted"] = self.layout_change_reason

@@ -146,8 +146,9 @@ def _open(question: Question, layout: Layout) -> _Opened:
     require(length <= most, "evaluate", "--sequence-length", f"at most {most:,}", f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
+    batches = batches.resized(min(question.rows or batches.samples, batches.samples))
+    rows, model = batches.global_batch, source.family.on_meta(config)
     todo = "Evaluate a chat set with rows that hold one sample, or text tokenized as one document"
-    check_documents(batches, source.family.on_meta(config), "evaluate", str(question.tokens), todo)
-    rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
+    check_documents(batches, model, "evaluate", str(question.tokens), todo, first=range(rows))
     check_labels(batches, rows, "evaluate", "--rows")
-    return _Opened(**vars(weights), batches=batches.resized(rows))
+    return _Opened(**vars(weights), batches=batches)

@@ -141,6 +141,12 @@ class FunctionLoss(Loss):
             "the function to count as count= does", "two counts of one micro-batch",
             "Let the function return the sum alone",
         ),
+        Fault(
+            "a sum over the samples",
+            "a part that is the same for any number of samples, such as a penalty of weights, which would "
+            "count once for each micro-batch of each data rank",
+            "Multiply that part by the count",
+        ),
     )  # fmt: skip
 
     def __init__(
@@ -172,9 +178,10 @@ class FunctionLoss(Loss):
             with torch.no_grad(), accelerator.fork_random(next(iter(samples.values())).device):
                 _, count = self._sum_and_count(output, samples)
             counts_otherwise = float(count) != float(self.stated_count(samples))
-        mean = is_mean(self._sum_and_count, output, samples)
-        if counts_otherwise or mean is not None:
-            self._faults = mean or False, counts_otherwise
+        growth = wrong_growth(self._sum_and_count, output, samples)
+        if counts_otherwise or growth is not None:
+            mean, constant = growth or (False, False)
+            self._faults = mean, counts_otherwise, constant
         return self._faults
 
     def _sum_and_count(self, output: Any, samples: Samples) -> tuple[Tensor, Tensor | float]:
@@ -226,10 +233,14 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
     return total, count
 
 
-def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, samples: Samples) -> bool | None:
-    """Tell whether a loss wrongly returns a mean where it should return a sum, beside its count.
+def wrong_growth(
+    loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, samples: Samples
+) -> tuple[bool, bool] | None:
+    """Tell whether a loss wrongly returns a mean where it should return a sum, beside its count; and whether
+    its sum has a part that no sample has.
 
     The first sample is given once, and then twice. A sum is then twice as large, but a mean stays the same.
+    If it is neither, more copies follow: with a constant part each adds as much as the one before.
     Returns ``None`` if this test says nothing: no label of the first sample counts, the loss is zero, the
     count does not grow with the samples, or the model's output is not made of tensors with the samples on
     dim 0, in tuples, dicts or dataclasses.
@@ -237,16 +248,22 @@ def is_mean(loss: Callable[..., tuple[Tensor, Tensor | float]], output: Any, sam
     tensors, size = tensors_in(output, records=True), len(next(iter(samples.values())))
     if not tensors or not all(tensor.ndim and len(tensor) == size for tensor in tensors):
         return None
-    numbers: list[float] = []
-    for times in (1, 2):
+
+    def of_first(times: int) -> tuple[float, float]:
         repeat = partial(_repeated, times=times)
         with torch.no_grad(), accelerator.fork_random(tensors[0].device):  # a loss may draw numbers
             repeated = {name: change_alike(repeat, sample) for name, sample in samples.items()}
-            numbers += map(float, loss(map_tensors(output, repeat), repeated))
-    once, count, twice, twice_count = numbers
+            total, count = loss(map_tensors(output, repeat), repeated)
+            return float(total), float(count)
+
+    (once, count), (twice, twice_count) = of_first(1), of_first(2)
     if once == 0 or count == 0 or twice_count != 2 * count:
         return None
-    return bool(abs(twice - once) <= 1e-3 * abs(once))
+    step, near = twice - once, 1e-3 * abs(once)
+    if abs(step) <= near or abs(step - once) <= near:
+        return abs(step) <= near, False
+    further = (of_first(times)[0] - once - (times - 1) * step for times in (3, 4, 5))  # drawn losses differ
+    return False, all(abs(deviation) <= 1e-5 * abs(once) for deviation in further)
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

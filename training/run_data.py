@@ -1,6 +1,7 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,30 +77,40 @@ def check_labels(batches: GlobalBatches, rows: int, where: str, key: str) -> Non
 
 
 def check_documents(
-    batches: GlobalBatches | ItemBatches, model: Any, where: str, key: str, todo: str = _ONE_DOCUMENT
+    batches: GlobalBatches | ItemBatches,
+    model: Any,
+    where: str,
+    key: str,
+    todo: str = _ONE_DOCUMENT,
+    *,
+    first: range | None = None,
 ) -> None:
     """Refuse rows of several documents for a model that would let each see the others: transformers', with
-    attention of its own.
+    attention of its own. ``first``: those of the first step that are computed; default: all rows.
     """
-    if isinstance(batches, GlobalBatches) and not model.can_cache and batches.shared:
+    if isinstance(batches, GlobalBatches) and not model.can_cache and batches.shared(first):
         expected = f"one document a row: {model.shown.no_context}"
         raise BadInput(where, key, expected=expected, found="rows of several", todo=todo)
 
 
-def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
-    """Return a line for each place that a run needs and a dry run does not, if it cannot be read."""
-    needs = {
+def within_reach(
+    recipe: Recipe, vocab_size: int
+) -> tuple[GlobalBatches | ItemBatches | None, HeldOut | None, list[str]]:
+    """Return the run's batches and held-out data, ``None`` if they cannot be opened here, and a line for each
+    place that a run needs and a dry run does not, if it cannot be read.
+    """
+    needs: dict[str, Callable[[], Any]] = {
         "data": lambda: open_data(recipe),
         "evaluation.tokens": lambda: open_held_out(recipe, vocab_size),
         "checkpoint.mirror": lambda: _reach(recipe.checkpoint.mirror),
     }
-    missing = []
+    missing, opened = [], dict[str, Any]()
     for key, look in needs.items():
         try:
-            look()
+            opened[key] = look()
         except (BadInput, MachineFailed) as error:
             missing.append(f"{key}: {error}")
-    return missing
+    return opened.get("data"), opened.get("evaluation.tokens"), missing
 
 
 def tokenizer_of(batches: GlobalBatches | ItemBatches) -> list[Path]:

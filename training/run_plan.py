@@ -183,9 +183,19 @@ def check_run(recipe: Recipe) -> RunPlan:
     planned = plan(recipe)
     items = None if planned.own is None else planned.own.items
     batches = items or open_data(recipe)
+    held_out = open_held_out(recipe, planned.config.vocab_size)
+    attention = check_data(recipe, planned, batches, held_out)
+    if recipe.model.init_from is None and recipe.model.tokenizer is None:
+        planned = replace(planned, companions=tokenizer_of(batches))
+    return RunPlan(**vars(planned), batches=batches, held_out=held_out, attention=attention)
+
+
+def check_data(
+    recipe: Recipe, planned: Plan, batches: GlobalBatches | ItemBatches, held_out: HeldOut | None
+) -> dict[str, AttentionCall]:
+    """Refuse data that the model cannot compute with; return each kind of attention, by its name in words."""
     if isinstance(batches, GlobalBatches):
         check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
-    held_out = open_held_out(recipe, planned.config.vocab_size)
     if (folder := recipe.model.tokenizer) is None and planned.source is not None:
         folder = str(planned.source.path)
     if folder is not None:
@@ -197,24 +207,22 @@ def check_run(recipe: Recipe) -> RunPlan:
         model.check_attention(recipe.attention_backend)
         check_documents(batches, model, "recipe", "data.tokens")
         if held_out is not None:
-            check_documents(held_out.batches, model, "recipe", "evaluation.tokens")
+            first = range(held_out.batches.global_batch)
+            check_documents(held_out.batches, model, "recipe", "evaluation.tokens", first=first)
     elif held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()
         check_held_out(planned.own, planned.config, named, recipe.layout)
-    if recipe.model.init_from is None and recipe.model.tokenizer is None:
-        planned = replace(planned, companions=tokenizer_of(batches))
-    attention = {}
-    if recipe.layout.context == 1:  # else blocks of attention, which nothing chooses
-        attention = attention_calls(
-            planned.family.on_meta(planned.config),
-            recipe.device,
-            dtype_named(recipe.compute_dtype),
-            length=recipe.data.sequence_length,
-            packed=isinstance(batches, GlobalBatches) and batches.packed,
-            backend=recipe.attention_backend,
-        )
-    return RunPlan(**vars(planned), batches=batches, held_out=held_out, attention=attention)
+    if recipe.layout.context > 1:  # blocks of attention, which nothing chooses
+        return {}
+    return attention_calls(
+        planned.family.on_meta(planned.config),
+        recipe.device,
+        dtype_named(recipe.compute_dtype),
+        length=recipe.data.sequence_length,
+        packed=isinstance(batches, GlobalBatches) and batches.packed,
+        backend=recipe.attention_backend,
+    )
 
 
 def agree_on_weights(plan: RunPlan, recipe: Recipe, state: ParallelState) -> RunPlan:

@@ -31,6 +31,7 @@ from ..parallel_state import (
     mark_shared,
     refuse_foreign,
     refuse_hooks,
+    refuse_replaced,
     require,
 )
 from ..parallel_state.engine import accelerator
@@ -45,6 +46,7 @@ from ..parallel_state.engine.fully_sharded import (
 )
 from ..parallel_state.engine.gathered_weights import drop_after_evaluation
 from ..parallel_state.engine.local_tensors import without_view
+from ..parallel_state.engine.own_weights import refuse_other_weights
 from ..parallel_state.state import fsdp_mesh
 from .precision import ComputeWeights, Precision
 
@@ -69,6 +71,7 @@ def shard_over_data(
     ``find_blocks``. Those that share a parameter are gathered with the model.
     """
     refuse_foreign(model, "shard_over_data")
+    refuse_replaced(model, state.layout, "shard_over_data")
     model.__dict__["precision"] = precision
     declared = declarations(model)
     fixed = buffer_names(declared)
@@ -111,6 +114,7 @@ def shard_over_data(
     stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
     fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **common)
     drop_after_evaluation(model)
+    refuse_other_weights(model)
     _sum_gradients(model, stacks, state)
     for module in engine.fsdp_modules(model) if precision.casts else ():
         follow_unfreezing(module)

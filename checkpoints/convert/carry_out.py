@@ -144,7 +144,10 @@ def _manifest(plan: Plan, files: Sequence[StoredFile], companions: Sequence[Stor
     step = old.step if old else None
     if foreign is not None and plan.keeps_moments:
         updates = foreign.updates or foreign.step or 0
-        state, step = {"memory": {"updates": updates}}, foreign.step or updates
+        memory: dict[str, Any] = {"updates": updates}
+        if plan.source.updates_of:
+            memory["updates_of"] = plan.source.updates_of
+        state, step = {"memory": memory}, foreign.step or updates
     trains = plan.keeps_moments or (old is not None and old.kind == "training")
     return Manifest(
         kind="training" if trains else "weights",

@@ -117,7 +117,7 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
 def _numbers(source: Source, ours: Mapping[str, list[str]], parts: Sequence[str]) -> dict[str, Tensor]:
     """Return the optimizer's numbers of what is made of these tensors of Hugging Face."""
     of_manifest = None if source.manifest is None else source.manifest.optimizer
-    stored, numbers = of_manifest or adamw({"updates": source.updates}), {}
+    stored, numbers = of_manifest or adamw(source.memory), {}
     for key, number in stored.numbers.items():
         values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
         expected, todo = f"one number for {parts[0]}", "Save the weights without the optimizer"

@@ -47,7 +47,8 @@ class ForeignCheckpoint:
     ``form``: the format, by its name for the user. ``tensors``: the weights, by their foreign names.
     ``moments``: for ``exp_avg`` and ``exp_avg_sq`` the moment of each weight, by the weight's foreign name
     and in the weight's foreign shape; empty without an optimizer that can be read. ``updates``: how many
-    updates the optimizer has made, where that is stated. ``step``: the step of the run. ``stated``: facts
+    updates the optimizer has made, where that is stated; ``updates_of``: of a weight that it has updated less
+    often, by the weight's foreign name. ``step``: the step of the run. ``stated``: facts
     about the model by the attribute's name in a config of trilith, such as ``num_hidden_layers``; they are
     compared with the config that the user gives. ``skipped``: lines about tensors that are left out and why,
     for the user. ``names``: the table of names that this format implies, or ``None`` if the user chooses.
@@ -58,6 +59,7 @@ class ForeignCheckpoint:
     tensors: Catalog
     moments: Mapping[str, Catalog] = field(default_factory=dict)
     updates: int | None = None
+    updates_of: dict[str, int] = field(default_factory=dict)
     step: int | None = None
     stated: dict[str, Stated] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)

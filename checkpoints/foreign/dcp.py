@@ -88,7 +88,9 @@ def read(path: Path) -> ForeignCheckpoint:
     if any(moments.values()):
         weights = checkpoint.tensors
         checkpoint.moments = {kind: _by_weight(stored, weights) for kind, stored in moments.items()}
-        checkpoint.updates = _updates(updates, path)
+        counts = {name: read_count(step, path, name) for name, step in _by_weight(updates, weights).items()}
+        checkpoint.updates = max(counts.values(), default=None)
+        checkpoint.updates_of = {name: n for name, n in counts.items() if n != checkpoint.updates}
     return checkpoint
 
 
@@ -201,16 +203,6 @@ def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
     fitting = [prefix for prefix in prefixes if all(prefix + name in weights for name in moments)]
     prefix = min(fitting, key=len, default="")
     return Catalog({prefix + name: moment for name, moment in moments.items()})
-
-
-def _updates(steps: Catalog, path: Path) -> int | None:
-    """Return how many updates the optimizer made; ``BadInput`` if weights differ in it."""
-    counts = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
-    if len(set(counts.values())) > 1:
-        few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-        update_counts = f"{counts[many]} for {many}, {counts[few]} for {few}"
-        raise BadInput(path, "optimizer", expected="as many updates of every weight", found=update_counts)
-    return next(iter(counts.values()), None)
 
 
 def _fields(record: object, kind: str, where: Path, *names: str) -> list[Any]:

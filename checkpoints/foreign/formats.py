@@ -37,7 +37,8 @@ class Format:
     def read(self, path: Path) -> ForeignCheckpoint:
         """Read the headers; ``BadInput`` for what cannot be read, and for counts that count nothing."""
         checkpoint = self.reader(path)
-        for name, count in (("step", checkpoint.step), ("optimizer's step", checkpoint.updates)):
+        counts = {"step": checkpoint.step, "optimizer's step": checkpoint.updates}
+        for name, count in (counts | checkpoint.updates_of).items():
             if count is not None and not 0 <= count <= MOST_STEPS:
                 raise BadInput(path, name, expected=f"from 0 to {MOST_STEPS:,}", found=f"{count:.3g}")
         return checkpoint

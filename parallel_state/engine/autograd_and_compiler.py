@@ -3,10 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +32,22 @@ def without_compiler() -> Iterator[None]:
     """Keep torch from importing its compiler inside this context, where nothing may be compiled.
 
     Torch has operators written in Python, each of which at its first call imports the compiler, which takes
-    about a second, to tell it to leave the operator alone. Once the compiler is there, nothing is done.
+    about a second, to tell it to leave the operator alone. Once the compiler is there, what is compiled runs
+    as it is written; a forward that calls ``torch.compile`` brings it in.
     """
     name = "torch._dynamo"
     if name in sys.modules:
-        yield
+        with torch.compiler.set_stance("force_eager"):  # in a mode of ours it would crash
+            yield
         return
+    as_written, compile_later = ExitStack(), torch.compile
+
+    def compile_now(*args: Any, **kwargs: Any) -> Any:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+            as_written.enter_context(torch.compiler.set_stance("force_eager"))
+        return compile_later(*args, **kwargs)
+
     left_alone = list[Any]()
 
     def disable(function: Callable[..., Any], *args: object, **kwargs: object) -> Callable[..., Any]:
@@ -54,9 +64,12 @@ def without_compiler() -> Iterator[None]:
     stand_in.disable, stand_in.__getattr__ = disable, __getattr__
     stand_in.config = SimpleNamespace(error_on_nested_fx_trace=True)  # read by activation checkpointing
     sys.modules[name] = stand_in
+    torch.compile = cast(Any, compile_now)
     try:
-        yield
+        with as_written:
+            yield
     finally:
+        torch.compile = compile_later
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
         for function in left_alone:  # they ask again, for the compiler may come

@@ -35,12 +35,12 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
 
 def ranks_of(module: FSDPModule) -> set[tuple[int, ...]]:
     """Return the ranks of each mesh over which FSDP averages or sums this module's own gradients."""
-    return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())) for group in _groups([module])}
+    return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())) for group in groups_of([module])}
 
 
 def parameters_of(module: FSDPModule) -> Iterator[nn.Parameter]:
     """Yield the parameters that FSDP shards with this module: shards, and whole ones where gathered."""
-    for group in _groups([module]):
+    for group in groups_of([module]):
         yield from _parameters(group)
 
 
@@ -49,7 +49,7 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
 
     Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
     """
-    for group in _groups(modules):
+    for group in groups_of(modules):
         yield from _parameters(group, shards=False)
 
 
@@ -62,7 +62,7 @@ def _parameters(group: Any, *, shards: bool = True) -> Iterator[nn.Parameter]:
 
 def gather_weights(modules: Iterable[FSDPModule]) -> None:
     """Gather the whole parameters of these modules; they stay until the next ``sum_gradients``."""
-    for group in _groups(modules):
+    for group in groups_of(modules):
         group.unshard()
         group.wait_for_unshard()
 
@@ -74,7 +74,7 @@ def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
     def do_nothing(async_op: bool = False) -> None:
         """Stand in for two methods of FSDP's group."""
 
-    with _replaced([*_groups(modules)], ("unshard", "reshard"), lambda group, name: do_nothing):
+    with _replaced([*groups_of(modules)], ("unshard", "reshard"), lambda group, name: do_nothing):
         yield
 
 
@@ -116,7 +116,7 @@ def watched(
 
         return work
 
-    with _replaced([*_groups(modules)], kinds, inside):
+    with _replaced([*groups_of(modules)], kinds, inside):
         yield
 
 
@@ -143,7 +143,7 @@ def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     FSDP does this in hooks of a backward pass that reaches a module's input. A pass that computes only the
     gradients of weights, later, runs no such hook. The modules must have been told to sum.
     """
-    for group in _groups(modules):
+    for group in groups_of(modules):
         group.post_backward()
 
 
@@ -187,7 +187,7 @@ class ReplicaSums:
 
     def _sum(self, module: FSDPModule, total: Tensor) -> None:
         sharded_params = [
-            fsdp_param.sharded_param for group in _groups([module]) for fsdp_param in group.fsdp_params
+            fsdp_param.sharded_param for group in groups_of([module]) for fsdp_param in group.fsdp_params
         ]
         # FSDP reads the sum at once to add it to an earlier one, to cast it, or to show it to a hook.
         unread = all(
@@ -215,7 +215,7 @@ def follow_unfreezing(module: FSDPModule) -> None:
     """
 
     def ask_again(*_: object) -> None:
-        for group in () if torch.compiler.is_compiling() else _groups([module]):
+        for group in () if torch.compiler.is_compiling() else groups_of([module]):
             if group._orig_dtype is None:
                 group._init_mp_dtypes()
 
@@ -253,7 +253,7 @@ def compute_with_stored(module: FSDPModule) -> None:
     There the shard is the whole parameter, but FSDP would make memory for a second one, copy the shard there
     and free it after the step. It still does so where it casts the parameter or offloads it.
     """
-    for group in _groups([module]):
+    for group in groups_of([module]):
         for fsdp_param in group.fsdp_params:
             _share_memory(fsdp_param)
 
@@ -283,12 +283,12 @@ def end_backward(root: FSDPModule) -> None:
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
-    for group in _groups(fsdp_modules(cast(nn.Module, root))):
+    for group in groups_of(fsdp_modules(cast(nn.Module, root))):
         group.post_backward()
     cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+def groups_of(modules: Iterable[FSDPModule]) -> Iterator[Any]:
     """Yield what FSDP gathers and sums at once: a module's group, if it holds parameters itself."""
     for module in modules:
         state = cast(Any, module)._get_fsdp_state()

@@ -91,7 +91,8 @@ def with_vanished(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for event in events:
         if event["event"] in ("started", "resumed"):
             if open_attempt:
-                history.append({"event": "vanished", "step": history[-1]["step"], "time": None})
+                step = max(history[-1]["step"], event.get("reached", 0))
+                history.append({"event": "vanished", "step": step, "time": None})
             open_attempt = True
         elif event["event"] in _ENDS:
             open_attempt = False

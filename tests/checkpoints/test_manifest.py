@@ -9,10 +9,18 @@ from safetensors.torch import save_file
 from support.damage import flip_bit, truncate
 from support.inputs import change_manifest
 from support.refusals import Refused, refusals
-from trilith.checkpoints import Manifest, complete_checkpoints, newest_checkpoint, step_directory, verify
+from trilith.checkpoints import (
+    Manifest,
+    complete_checkpoints,
+    load,
+    newest_checkpoint,
+    save,
+    step_directory,
+    verify,
+)
 from trilith.checkpoints.find import step_of
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
-from trilith.parallel_state import BadCheckpoint, Box, Layout
+from trilith.parallel_state import BadCheckpoint, Box, Layout, ParallelState
 from trilith.storage import TensorWriter
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.strict_json import StoredFile
@@ -152,6 +160,11 @@ def folders(*names):
     return lambda folder: [(folder / "run" / name).mkdir(parents=True) for name in names]
 
 
+def save_in(folder):
+    save(folder, torch.nn.Linear(2, 2), state=ParallelState.alone())
+
+
+LONG_NAMES = ((newest_checkpoint, 4), (load, 2), (save_in, 2))
 test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G1-missing", lambda step: step.rename(step.parent / "away"), "no such directory"),
     damaged("G2-empty", lambda step: [file.unlink() for file in step.iterdir()], "complete checkpoint"),
@@ -208,6 +221,8 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G12-replica-differs", replica_differs, "'norm'.*equal replicas", verified),
     # Folders of runs without a complete checkpoint.
     Refused("G1-root-missing", newest, "no such directory", code=4),
+    *(Refused(f"G24-{call.__name__}", lambda folder, call=call: call(folder / ("x" * 256)),
+              "File name too long.*255", code=code) for call, code in LONG_NAMES),
     Refused("G2-root-empty", newest, "found none", code=4, given=folders("")),
     Refused("G3-only-tmp", newest, "unfinished: step-00000003.tmp-01", code=4,
             given=folders("step-00000003.tmp-0123456789abcdef")),

@@ -47,6 +47,22 @@ def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(model, capfd
     assert err.startswith("12 tokens in ") and err.endswith(" tokens/s on cpu\n")
 
 
+def test_settings_of_the_model_that_only_options_apply_are_named(model, tmp_path, capfd):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    settings = {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
+    for sampled, options in (
+        (True, "--repetition-penalty 1.1 --temperature 1.0 --top-p 0.9"),
+        (False, "--repetition-penalty 1.1"),
+    ):
+        (copy / "generation_config.json").write_text(json.dumps(settings | {"do_sample": sampled}))
+        assert run(words(copy, "--prompt", "The quick")) == 0
+        line, _ = capfd.readouterr().err.split("\n", 1)
+        assert line.startswith(f"{copy}/generation_config.json has repetition_penalty")
+        assert line.endswith(f", which only options set: {options}")
+        assert run(words(copy, "--prompt", "The quick", *options.split())) == 0
+        assert capfd.readouterr().err.startswith("12 tokens in ")
+
+
 def test_an_error_after_the_prompt_begins_a_line(model, tmp_path, capfd):
     convert(model, tmp_path / "cut")
     (weights,) = (tmp_path / "cut").glob("*.safetensors")

@@ -296,14 +296,15 @@ test_datatrove_files_that_do_not_fit_are_refused = refusals(
 MARKED = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
 
 
-def command(why, says, *words):
+def command(why, says, *words, damage=bool, out="out"):
     """State a call of ``trilith tokenize`` in a folder with the files of others."""
 
     def given(folder):
         shutil.copytree(FIXTURES, folder, dirs_exist_ok=True)
         (folder / "t.jinja").write_text(MARKED)
+        damage(folder)
 
-    words = ["tokenize", *words, "--tokenizer", "tokenizer", "--out", "out"]
+    words = ["tokenize", *words, "--tokenizer", "tokenizer", "--out", out]
     return Refused(why, lambda folder: call_command(folder, *words), says, given=given)
 
 
@@ -324,6 +325,13 @@ test_options_that_contradict_each_other_are_refused = refusals(
         "one-name-twice",
         "files with different names, found two called int32",
         *("int32", "int32.bin", "--from", "megatron"),
+    ),
+    command(
+        "the-second-of-two",
+        "int32.bin: token 7: expected",
+        *("uint16", "int32", "--from", "megatron"),
+        damage=overwrite(".bin", 28, "<i", -1),
+        out="new",
     ),
     Refused(
         "a-larger-vocabulary",

@@ -115,8 +115,13 @@ def test_the_way_rows_are_made_is_part_of_the_fingerprint_and_says_which_share_r
     several = [
         bool((batches.rows(0, range(99)).positions[:, 1:] == 0).any()) for batches in made if batches.packed
     ]
-    assert [batches.shared for batches in made] == [True, False, True, False, True]
-    assert several == [batches.shared for batches in made if batches.packed]
+    assert [batches.shared() for batches in made] == [True, False, True, False, True]
+    assert several == [batches.shared() for batches in made if batches.packed]
+    for batches in made:
+        for row in range(batches.samples):
+            one = batches.rows(0, range(row, row + 1))
+            restarts = one.positions is not None and bool((one.positions[:, 1:] == 0).any())
+            assert batches.resized(batches.samples).shared(range(row, row + 1)) == restarts
 
 
 @pytest.mark.parametrize(("changes", "apart"), [((), False), ({10}, False), ({9, 30}, True)])

@@ -399,7 +399,8 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     ends("convert cut compared --to hf --verify", "diff cut hf", "diff hf cut")
     config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"hidden_act": "tanh"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))  # which the zoo does not have
-    ends("parity hf --implementation auto", code=2)
+    ends("parity hf --implementation auto", "verify hf", "inspect hf", "diff hf hf", code=2)
+    ends(*(f"{words} --implementation transformers" for words in ("verify hf", "inspect hf", "diff hf hf")))
     convert("hf", "tanh", implementation="transformers")
     ends("parity hf --implementation transformers", "diff hf tanh", "diff tanh hf")
     trained("transformers", "lora", steps=1, lora={"r": 2, "target_modules": ["q_proj"]})
@@ -459,6 +460,16 @@ def model_and_chats(folder):
     theirs = AutoConfig.for_model(**tiny("gpt_neo", vocab_size=512))
     AutoModelForCausalLM.from_config(theirs).save_pretrained(folder / "m")
     written(folder)
+
+
+def test_rows_that_are_not_evaluated_may_hold_several_documents(tmp_path, capfd):
+    model_and_chats(tmp_path)
+    samples = [range(9)] * 9 + [range(4)] * 2  # the last two share a row, which is not the first one drawn
+    write_token_file(tmp_path / "mixed", samples, [[1] * len(ids) for ids in samples], vocab_size=9)
+    words = ["evaluate", str(tmp_path / "m"), str(tmp_path / "mixed"), "--sequence-length", "8"]
+    assert run([*words, "--rows", "1", "--device", "cpu"]) == 0
+    assert run([*words, "--device", "cpu"]) == 2
+    assert "expected one document a row" in capfd.readouterr().err
 
 
 def planned(why, kind, says, **changes):

@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from support.families import family_and_config
 from trilith.cli.app import make_app, run
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run, heaviest, rank_plan
 from trilith.recipes import load_recipe
@@ -175,6 +176,20 @@ def test_it_names_every_place_that_a_run_would_not_reach(small, tmp_path, monkey
 
     monkeypatch.setattr(MemoryFileSystem, "ls", unreachable)
     assert dry_run(load_recipe(small, store)).notes[1].endswith("ConnectionError: no route")
+
+
+def test_data_that_a_run_would_refuse_is_refused_where_it_is_here(small, tmp_path):
+    write_tokens(tmp_path / "tokens")
+    here = [
+        f"data.tokens={tmp_path / 'tokens'}",
+        "data.sequence_length=16",
+        "device=auto",
+        "memory.device_gb=10",
+    ]
+    flash = [*here, "attention_backend=flash", "compute=bfloat16"]
+    assert not dry_run(load_recipe(small, flash)).notes
+    with pytest.raises(BadInput, match="flash, which needs rows of one document"):
+        dry_run(load_recipe(small, [*flash, "data.documents=separate"]))
 
 
 def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(small, capsys):

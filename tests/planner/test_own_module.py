@@ -63,6 +63,16 @@ def test_a_backward_is_counted_to_the_first_layer_that_is_trained(trained):
     assert sum(traffic.count for traffic in sent if traffic.what == "backward") == trained
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_a_forward_compiles_is_planned_as_it_is_written(fused):
+    work = Work(ParallelState.alone(), 16, 8, 1, 1, fused=fused)
+    compiled, plain = (
+        plan_memory(work, words(ParallelState.alone(), between=between), samples=IDS, loss=total)
+        for between in (lambda x: torch.compile(torch.sin)(x), torch.sin)
+    )
+    assert compiled == plain
+
+
 def first_words(x):
     return x[x.sum(-1) > 0]
 

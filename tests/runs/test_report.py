@@ -182,9 +182,11 @@ def test_an_attempt_that_ended_without_a_word_is_listed():
         {"event": event, "step": step, "time": 0.0}
         for event, step in (("started", 0), ("saved", 4), ("resumed", 4), ("stopped", 6), ("resumed", 6))
     ]
-    assert [one["event"] for one in with_vanished(events)] == [
-        *("started", "saved", "vanished", "resumed", "stopped", "resumed")
-    ]
+    for reached, step in (({}, 4), ({"reached": 7}, 7)):
+        events[2] |= reached
+        assert [(one["event"], one["step"]) for one in with_vanished(events)] == [
+            *(("started", 0), ("saved", 4), ("vanished", step), ("resumed", 4), ("stopped", 6), ("resumed", 6))
+        ]
 
 
 def test_skipped_steps_are_listed():

@@ -178,7 +178,7 @@ def stages_of_a_user():
     def told(stated, **named):
         stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
 
-    places = "loss.py: is_mean", "step.py: Step.refuse"
+    places = "loss.py: wrong_growth", "step.py: Step.refuse"
     reads = [
         Wait(f"training/{place}", kind, "a step of one's own reads each loss", 9, "step")
         for place in places

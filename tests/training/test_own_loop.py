@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trilith.checkpoints import load, save
 from trilith.cli.app import run
 from trilith.layers import (
@@ -225,14 +229,22 @@ class Unfit(nn.Linear):
     def __init__(self, what, state):
         super().__init__(4, 4)
         self.cut = ColumnParallelLinear(4, 4, state=state)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
         if what in ("complex128", "float64"):
             self.scale = nn.Parameter(torch.ones(4, dtype=getattr(torch, what)))
         elif what == "hook":
             self.weight.register_hook(lambda grad: 3 * grad)
 
 
+REPLACED = "^model: weight: expected the parameter that shard_over_data has sharded, found another tensor"
 UNFIT = {
     "parametrized": "finalize_gradients: cut.weight: expected the parameter that is declared, found none",
+    "normalized": "shard_over_data: cut.weight: expected the parameter that is declared, found none",
+    "replaced": REPLACED,
+    "replaced, then called": REPLACED,
+    "called alone": "shard_over_data: cut: expected a call within the model's forward, .* found a call",
+    "called first": "shard_over_data: blocks.0: expected a call within the model's forward",
+    "copied": "copy: model: expected one that is not sharded, found a sharded one. Copy it before",
     "hook": "shard_over_data: weight: expected a parameter without hooks, found one whose hook no backward",
     "hook afterwards": "finalize_gradients: weight: expected a parameter without hooks",
     "hook, then a step": "SGD.step: weight: expected a parameter without hooks",
@@ -242,17 +254,30 @@ UNFIT = {
     "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
 }
 ZERO_3 = Layout.of(data=2, zero=3)
+#: What a sharded model refuses by itself.
+USES = {
+    "replaced": lambda model, x: functional_call(model, {"weight": x}, (model(x),)),
+    "replaced, then called": lambda model, x: functional_call(model, {"weight": x}, (x,)),
+    "called alone": lambda model, x: model.cut(x),
+    "called first": lambda model, x: model.blocks[0](x),
+    "copied": lambda model, x: deepcopy(model),
+}
 
 
 def unfit(what, layout):
     state = ParallelState.start(layout)
     model = Unfit(what, state)
-    if what not in ("hook afterwards", "hook, then a step", "passed by", "added afterwards", "parametrized"):
+    if what == "normalized":
+        weight_norm(model.cut)
+    later = {"hook afterwards", "hook, then a step", "passed by", "added afterwards", "parametrized", *USES}
+    if what not in later:
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
     if what == "parametrized":
         register_parametrization(model.cut, "weight", nn.Identity())
         return refusal_of(lambda: finalize_gradients(model, state=state))
     weight = shard_over_data(model, state, Precision()).weight
+    if what in USES:
+        return refusal_of(lambda: USES[what](model, torch.ones(4, 4)))
     if what == "passed by":
         return refusal_of(local(weight).sum().backward)
     if what == "added afterwards":
@@ -265,14 +290,41 @@ def unfit(what, layout):
 
 
 @pytest.mark.parametrize(("what", "layout"), [
-    *((what, layout) for what in [*UNFIT][1:] for layout in (Layout.of(data=2), ZERO_3)),
-    ("parametrized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
+    *((what, layout) for what in [*UNFIT][2:] for layout in (Layout.of(data=2), ZERO_3)),
+    ("parametrized", Layout(tensor=2)), ("normalized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
     ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
     """Hooks and sums would be left out silently; FSDP raises at the first forward for two dtypes."""
     for line in run_parallel(unfit, 2, what, layout):
         assert re.search(UNFIT[what], line), line
+
+
+def average_of_weights(layout):
+    """Return the outputs of an average of weights, after each step of a model that was copied for it."""
+    state = ParallelState.start(layout)
+    model = nn.Sequential(ColumnParallelLinear(4, 6, state=state), RowParallelLinear(6, 4, state=state))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for module in (model, average.module):
+        shard_over_data(module, state, Precision())
+    initialize(model, 1, state=state)
+    optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1 / layout.data), []
+    for _ in range(3):
+        model(torch.ones(2, 4)).square().mean().backward()
+        finalize_gradients(model, state=state)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        with torch.no_grad():
+            outputs.append(average(torch.ones(2, 4)))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2), ZERO_3], ids=str)
+def test_an_average_of_weights_is_that_of_one_device(layout):
+    (expected,) = run_parallel(average_of_weights, 1, Layout())
+    for outputs in run_parallel(average_of_weights, 2, layout):
+        assert torch.allclose(outputs, expected, rtol=1e-5)
 
 
 def without_state(root, layout):

@@ -44,7 +44,10 @@ def test_a_run_says_on_what_device_it_computes_and_that_it_was_another(make, cap
     (event, *_) = read_events(events)
     assert event["recipe"]["device"] == "cpu"  # found out: the recipe says auto
     events.write_text(log_line(event | {"recipe": event["recipe"] | {"device": "cuda"}}) + "\n")
+    with (recipe.out / "metrics.jsonl").open("a") as metrics:  # as if it had gone on, and had been killed
+        metrics.write('{"step": 6}\n')
     assert run([*command, "stop_after=2"]) == 0
+    assert [line["reached"] for line in read_events(events) if "reached" in line] == [0, 7]
     changes = 'since the last start: device: "cuda", now "cpu"\n'
     assert changes in capfd.readouterr().out
 

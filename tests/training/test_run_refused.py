@@ -99,8 +99,8 @@ ROWS = {
         ranks(TINY_MIXTRAL, data=6, expert=4),
     ),
     "experts-on-shards": (
-        r"context \* data_shard = 4, found 3.*2 or 4",
-        ranks(TINY_MIXTRAL, data=4, expert=3, zero=1),
+        r"context \* data / data_replicate = 4, found 3.*2 or 4",
+        ranks(TINY_MIXTRAL, data=8, data_replicate=2, expert=3, zero=1),
     ),
     "more-ranks-than-experts": (
         "a divisor of 4 experts, found 8. Nearest legal expert: 2 or 4",

@@ -61,6 +61,7 @@ def a_contrast(y, samples):
 
 RIGHT = [
     squares,
+    lambda y, samples: (y.square().sum() + 9 * len(y), len(y)),
     a_contrast,
     lambda y, samples: (y.square().mean(), 1),
     lambda y, samples: ((y + torch.randn_like(y)).square().sum(), len(y)),
@@ -73,6 +74,8 @@ def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch):
     """Each sum here has another count, or is drawn anew, or is not of each row by itself."""
     with pytest.raises(BadInput, match="expected the sum of the losses, with their number, found a mean"):
         Step(Given(), lambda y, samples: (y.square().mean(), y.numel()), micro_batch=micro_batch)(X)
+    with pytest.raises(BadInput, match=r"found a part that is the same .*Multiply that part by the count"):
+        Step(Given(), lambda y, samples: (y.square().sum() + 9, len(y)), micro_batch=micro_batch)(X)
     for right in RIGHT:
         Step(Given(), right, micro_batch=micro_batch)(X)
 

@@ -169,6 +169,21 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_pa
     assert any(says in warning for warning in plan.source.warnings)
 
 
+def test_weights_that_were_updated_less_often_keep_their_number_of_updates(made, tmp_path):
+    hf = load_file(made / "hf" / WEIGHTS)
+    counts = {name: torch.tensor(3.0 - name.endswith("norm.weight")) for name in hf}
+    state = {name: {"exp_avg": one, "exp_avg_sq": one, "step": counts[name]} for name, one in hf.items()}
+    save({"model": hf, "optim": {"state": state}}, tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "ours", config=made / "hf", tensor=2)
+    for source in ({"src": tmp_path / "ours"}, {"src": tmp_path / "dcp", "config": made / "hf"}):
+        again = tmp_path / f"again-{source['src'].name}"
+        convert_to_dcp(dst=again, **source)
+        assert_same(
+            {name: one for name, one in loaded(again).items() if name.endswith(".step")},
+            {f"optim.state.{name}.step": count for name, count in counts.items()},
+        )
+
+
 def loaded(folder):
     """Return all tensors of a DCP checkpoint, read by torch's own reader."""
     reader = dcp.FileSystemReader(folder)
