@@ -162,15 +162,17 @@ def _multiply(
     if short:  # zeros change no sum
         left, right = F.pad(left, (0, short)), F.pad(right, (0, 0, 0, short))
     left_scale, right_scale = _scale(left_top, dtype), _scale(right_top, E4M3)
-    scaled = left * left_scale.to(left.dtype), (right * right_scale.to(right.dtype)).t()
-    return scaled_mm(
+    wide = torch.promote_types(right.dtype, torch.bfloat16)  # under a scale float16 would overflow
+    scaled = left * left_scale.to(wide), (right * right_scale.to(wide)).t()
+    product = scaled_mm(
         scaled[0].to(dtype, memory_format=torch.contiguous_format),
         scaled[1].to(E4M3, memory_format=torch.contiguous_format).t(),
         left_scale.reciprocal(),
         right_scale.reciprocal(),
-        right.dtype,
+        wide,
         fast=fast,
     )
+    return product.to(right.dtype)
 
 
 def _scale(top: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ def note_first_forward(walk: RankWalk, stage: StageBytes) -> None:
 
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
     """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
-    zero3, block = walk.zero == 3 and bool(stage.runs), stage.runs[0].trace if stage.runs else Trace()
+    zero3, block = walk.zero == 3, stage.runs[0].trace if stage.runs else Trace()
     # FSDP keeps the buffer of an all-gather until it has started the next one.
     received = max(block.experts, block.weights - block.experts)
     walk.note(_in_last_block(walk, stage) + zero3 * (block.weights + received))

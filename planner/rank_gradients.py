@@ -91,6 +91,8 @@ class RankGradients:
         self._of_root = sum(map(self.persistent_of, ends)) if apart else of_root
         self.persistent = self.persistent_of(total) - of_root + self._of_root + waiting
         self.root_numel, self.last_numel = max(end.trained for end in ends), max(end.last for end in ends)
+        #: Trained elements of the embedding.
+        self.embedded = self.root_numel - parameters.exit + parameters.tied
 
     def persistent_of(self, group: Group) -> float:
         """Return the bytes of a group's gradients that persist between micro-batches, or to the update."""
@@ -114,9 +116,12 @@ class RankGradients:
     def buffer(self, stage: int, runs: Sequence[Run]) -> float:
         """Return the bytes of the buffer that a stage's backward leaves: of the root, if the stage uses it,
         or else of the first block; of a backward in two parts that of the last block, or of its experts.
+
+        After a frozen embedding no gradient of an input tells FSDP that the first trained block is through:
+        it reduces that block last, behind the root.
         """
         elements: float = self.root_numel * (stage in (0, self.work.layout.stages - 1))
-        if not elements and runs:
+        if runs and (not elements or (stage == 0 and not self.embedded)):
             run = runs[0 if self.work.in_two else -1]
             of_experts = run.trace.experts if self.work.in_two else 0
             elements = (of_experts or run.trace.gradients - run.trace.experts) / self.itemsize

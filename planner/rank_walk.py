@@ -262,8 +262,7 @@ class RankWalk:
         itemsize, parameters, gradients = self.itemsize, self.parameters, self.gradients
         # Autograd adds the two gradients of a tied weight into a third tensor.
         joined = parameters.tied * (2 * itemsize + gradients.head_itemsize)
-        embedded = gradients.root_numel - parameters.exit + parameters.tied
-        embedding = embedded * itemsize * (self.numbers[place] == 0)
+        embedding = gradients.embedded * itemsize * (self.numbers[place] == 0)
         if not gradients.in_each:
             if place in self.absent and gradients.accumulates:
                 self.missing -= self.root_part

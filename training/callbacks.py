@@ -164,7 +164,8 @@ class RunFiles(Callback):
             if watch.trackers or self.others:
                 self._trackers = Trackers(
                     watch.trackers, self.others, trainer.out, project=watch.project,
-                    recipe=plain_recipe(plain), start=start, logged=self._log.reached if start else 0, say=self.terminal.say,
+                    recipe=plain_recipe(plain), start=start, logged=self._log.reached if start else 0,
+                    say=self.terminal.say,
                 )  # fmt: skip
         self.events = Events(trainer.out / "events.jsonl" if trainer.first else None)
         facts: dict[str, Any] = {

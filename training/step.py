@@ -87,11 +87,11 @@ class Step:
     def __call__(self, batch: Any, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
 
-        ``scale``, a power of two, multiplies the loss before the backward. A step in which nothing counts has
-        loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained parameter has no
-        gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on every rank, for
-        samples that one rank cannot use, data ranks with different numbers of them, gradients of an earlier
-        step that are not zero, and a loss that returns a mean.
+        ``scale``, a power of two and the same on all ranks, multiplies the loss before the backward. A step
+        in which nothing counts has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a
+        trained parameter has no gradient, or if all gradients are zero and the loss is not; and
+        ``BadInput``, on every rank, for samples that one rank cannot use, data ranks with different numbers
+        of them, gradients of an earlier step that are not zero, and a loss that returns a mean.
         """
         result = self.launch(batch, scale=scale)
         self.refuse(result)
@@ -208,7 +208,10 @@ class Step:
                 counts = checked_counts(loss, loss.count(cut_over_context(samples, loss.sequence, state)))
             shapes = {name: sample.shape for name, sample in samples.items()}
             stale, reshaped = training and has_gradients(self.model), training and shapes != self._shapes
-            report = StepReport(counts, rows, rows**2, stale=stale, reshaped=reshaped)
+            report = StepReport(
+                counts, rows, rows**2, stale=stale, reshaped=reshaped,
+                scale=scale or 0, scale_squared=(scale or 0) ** 2,
+            )  # fmt: skip
         except BadInput as error:
             refusal = error
         total = report.agreed(state, refusal)

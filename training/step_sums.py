@@ -37,6 +37,9 @@ class StepReport:
     refused: float = 0
     stale: float = 0
     reshaped: float = 0
+    #: The factor of the loss, and its square.
+    scale: float = 0
+    scale_squared: float = 0
 
     def agreed(self, state: ParallelState, refusal: BadInput | None = None) -> "StepReport":
         """Return the sums over all ranks, but with this rank's rows; raise on all what one cannot use.
@@ -45,7 +48,10 @@ class StepReport:
         """
         total, world = self, state.layout.world
         if world > 1:
-            flags = (self.rows, self.rows_squared, self.refused, self.stale, self.reshaped)
+            flags = (
+                *(self.rows, self.rows_squared, self.refused, self.stale, self.reshaped),
+                *(self.scale, self.scale_squared),
+            )
             # Counts may be weights; whole numbers are exact up to 2^53.
             numbers = torch.tensor([*flags, *self.counts.values()], dtype=torch.float64)
             dist.all_reduce(numbers)
@@ -56,18 +62,27 @@ class StepReport:
         refused = "one that another rank refused"
         require(not total.refused, "batch", None, "one that each rank can use", refused)
         if total.rows**2 != world * total.rows_squared:  # only of equal numbers is it the mean of squares
-            extremes = torch.tensor([self.rows, -self.rows])
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            most, least = int(extremes[0]), -int(extremes[1])
             raise BadInput(
                 "batch", "samples", expected="the same number on each data rank",
-                found=f"from {least} to {most}", todo="shard_batch cuts a whole batch into equal pieces",
+                found=_range(self.rows), todo="shard_batch cuts a whole batch into equal pieces",
+            )  # fmt: skip
+        if not math.isclose(total.scale**2, world * total.scale_squared):
+            raise BadInput(
+                "step", "scale", expected="the same on each rank", found=_range(self.scale),
+                todo="torch's GradScaler decides on each rank alone: take its ShardedGradScaler, or Update",
             )  # fmt: skip
         require(
             not total.stale, "step", "gradients", "none, or zeros, before a step", "those of an earlier step",
             "Call optimizer.zero_grad() after each update; one call takes all samples of a step",
         )  # fmt: skip
         return replace(total, rows=self.rows)
+
+
+def _range(number: float) -> str:
+    """Say between which numbers those of all ranks lie. Collective."""
+    extremes = torch.tensor([-number, number], dtype=torch.float64)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return f"from {-extremes[0]:g} to {extremes[1]:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ So streaming, a resumed conversion and the checks need nothing from a format.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...models import ModelConfig
-from ...parallel_state import require
+from ...parallel_state import BadInput, require
 from ...storage.catalog import Catalog
+from ...storage.torch_archive import ViewFile
 from ...system import counted, literal
 
 
@@ -82,6 +84,19 @@ class ForeignCheckpoint:
         return [f"{name} = {argument.text} ({argument.where})" for name, argument in self.stated.items()]
 
 
+def refuse_copies(parts: Iterable[tuple[ViewFile, object]]) -> None:
+    """Refuse a file that is a copy of one before it, in the place of another part of the model.
+
+    ``parts``: files with the part that each holds; files of the same part may be alike.
+    """
+    files: dict[tuple[tuple[int, int, int], ...], tuple[ViewFile, object]] = {}
+    for file, part in parts:
+        first, its_part = files.setdefault(tuple(file.sums), (file, part))
+        if part != its_part:
+            actual, todo = f"a copy of {first.path}", "Copy the file of this rank again"
+            raise BadInput(file.path, expected="its rank's part of the model", found=actual, todo=todo)
+
+
 #: Relative difference of two numbers that are the same in fp32.
 _SAME = 1e-6
 
@@ -89,8 +104,9 @@ _SAME = 1e-6
 def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path) -> None:
     """Refuse a config that disagrees with a fact in the checkpoint; the message names both places.
 
-    A fact about an attribute that this family's config does not have is not compared. A checkpoint that
-    states nothing gets a line for the user: names and shapes alone do not show a wrong number of heads.
+    A fact about an attribute that this family's config has neither as a field nor fixed is not compared. A
+    checkpoint that states nothing gets a line for the user: names and shapes alone do not show a wrong number
+    of heads.
     """
     if not checkpoint.stated:
         checkpoint.skipped.append(
@@ -98,9 +114,10 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
             "a wrong number of attention heads, for example, is not noticed"
         )
     for name, argument in checkpoint.stated.items():
-        if not hasattr(config, name) and name != "sliding_window":  # without it, all tokens are seen
+        no_choice = config.HARMLESS.get(name, ())  # the family's own value comes first
+        if not hasattr(config, name) and not no_choice and name != "sliding_window":  # absent: no window
             continue
-        ours = getattr(config, name, None)
+        ours: Any = getattr(config, name, next(iter(no_choice), None))
         if name == "rope_scaling" and not isinstance(argument.value, bool):
             ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
         expected = f"{argument.text}, as {argument.where} says"

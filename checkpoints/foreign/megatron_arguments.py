@@ -52,21 +52,26 @@ _REFUSED = {
     **dict.fromkeys(
         (
             *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "glu_linear_offset"),
-            *("moe_apply_probs_on_input", "moe_router_num_groups", "moe_router_score_function"),
-            *("moe_router_topk_scaling_factor", "no_rope_freq", "position_embedding_type", "qk_l2_norm"),
-            *("softmax_scale", "softmax_type", "window_attn_skip_freq"),
+            *("moe_apply_probs_on_input", "moe_router_load_balancing_type", "moe_router_num_groups"),
+            *("moe_router_score_function", "moe_router_topk_scaling_factor", "no_rope_freq"),
+            *("position_embedding_type", "qk_l2_norm", "softmax_scale", "softmax_type"),
+            *("window_attn_skip_freq",),
         ),
         "none of the models that are read computes so, and no tensor shows it",
     ),
 }
 #: Values of these that every model has; beside them 0 and none.
 _USUAL: dict[str, tuple[object, ...]] = {
+    # Sinkhorn's router weighs experts otherwise; a list has losses only.
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "a list"),
     "moe_router_num_groups": (1,),
     "moe_router_score_function": ("softmax",),
     "moe_router_topk_scaling_factor": (1,),
     "position_embedding_type": ("rope", "learned_absolute"),
     "softmax_type": ("vanilla",),
 }
+#: Arguments that name an activation, in Megatron's order; without one of them it is a GELU.
+_ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu", "squared_relu": "relu2"}
 _GELUS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"})
 
 
@@ -148,9 +153,10 @@ class Arguments:
         }
 
     def _activation(self) -> tuple[str, object]:
-        if self.squared_relu and not self.swiglu:
-            return "squared_relu", "relu2"
-        return "swiglu", "silu" if self.swiglu else None if self.swiglu is None or self.gated else _GELUS
+        for argument, activation in _ACTIVATIONS.items():
+            if getattr(self, argument):
+                return argument, activation
+        return "swiglu", None if self.swiglu is None else _GELUS
 
     def _vocabulary(self) -> object:
         """Return the sizes that are padded to the stored one: to a multiple for each tensor rank."""
@@ -186,7 +192,7 @@ class Arguments:
                 "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size,
             ),
         }  # fmt: skip
-        if self.moe_router_pre_softmax is not None and self.moe_router_topk != 1:
+        if self.moe_router_pre_softmax is not None:
             # Over the chosen experts only, which is to normalise after the softmax; or over all of them.
             facts["norm_topk_prob"] = ("moe_router_pre_softmax", not self.moe_router_pre_softmax)
         return facts
@@ -239,6 +245,7 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
     arguments["untie_embeddings_and_output_weights"] = None if shared is None else not shared
     activation = model.get("activation_func")
     target = activation.get("_target_") if isinstance(activation, dict) else activation
-    gated = model.get("gated_linear_unit") is True and str(target).endswith("silu")
-    arguments["swiglu"] = True if gated else None
+    activation_name = str(target).rpartition(".")[2]
+    arguments["quick_geglu"] = activation_name == "quick_gelu"
+    arguments["swiglu"] = {"silu": model.get("gated_linear_unit") or None, "gelu": False}.get(activation_name)
     return arguments, path

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput, Box, Piece, require
-from ...storage.catalog import Catalog, Key, LazyTensor, listed
+from ...storage.catalog import Catalog, Key, LazyTensor, in_one_file, listed
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
@@ -22,7 +22,7 @@ from ...storage.strides import View
 from ...storage.torch_archive import Maker, ViewFile, nested, read_archive
 from ...system import counted
 from .checkpoint import ForeignCheckpoint
-from .dcp import read_tensors
+from .dcp import read_count, read_tensors
 from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
 
 FORM = "Megatron torch_dist"
@@ -61,7 +61,8 @@ def read(path: Path) -> ForeignCheckpoint:
     backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
     where, todo = folder / _CONFIG, "Save with --ckpt-format torch_dist"
     require(backend == "torch_dist", where, "sharded_backend", "torch_dist", shown(backend), todo)
-    common = read_archive(ViewFile(contained(folder, _COMMON)), allowed=NAMES)
+    file = ViewFile(contained(folder, _COMMON))
+    common = read_archive(file, allowed=NAMES)
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
     arguments = Arguments(common.get("args"), folder / _COMMON)
@@ -85,7 +86,7 @@ def read(path: Path) -> ForeignCheckpoint:
     checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
     checkpoint.skip([*filter(_is_extra, (*tensors, *objects))], "_extra_state, without weights")
-    _take_states(checkpoint, states, unread, common)
+    _take_states(checkpoint, states, unread, common, file)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
     moments = checkpoint.moments.items()
     checkpoint.moments = {kind: Catalog(_numbered(stored, folder)) for kind, stored in moments}
@@ -97,7 +98,11 @@ def _is_extra(name: str) -> bool:
 
 
 def _take_states(
-    checkpoint: ForeignCheckpoint, states: dict[str, Catalog], unread: list[str], common: Mapping[Any, Any]
+    checkpoint: ForeignCheckpoint,
+    states: dict[str, Catalog],
+    unread: list[str],
+    common: Mapping[Any, Any],
+    file: ViewFile,
 ) -> None:
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
@@ -109,7 +114,7 @@ def _take_states(
             checkpoint.skipped.append(
                 "the weights are the optimizer's, in fp32; --dtype bfloat16 rounds them to the model's own"
             )
-        checkpoint.updates = _updates(common.get("optimizer"))
+        checkpoint.updates = _updates(common.get("optimizer"), file)
     elif unreadable := [name for name in unread if _OPTIMIZER.fullmatch(name)]:
         checkpoint.skipped.append(
             f"no moments: {counted(len(unreadable), 'entry')} of the optimizer, such as {unreadable[0]}, "
@@ -119,16 +124,22 @@ def _take_states(
     checkpoint.skip(unread, "beside the weights")
 
 
-def _updates(stored: object) -> int | None:
-    """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
-    steps = (
-        int(group["step"])
-        for name, groups in nested(stored, _COMMON)
-        if name.endswith("param_groups") and isinstance(groups, list)
-        for group in groups
-        if isinstance(group, dict) and type(group.get("step")) is int
-    )
-    return next(steps, None)
+def _updates(stored: object, file: ViewFile) -> int | None:
+    """Return the number of updates, wherever a chain of optimizers has it.
+
+    It is in the parameter groups, as a float by torch's Adam, or beside the states, as a tensor.
+    """
+    for name, entry in nested(stored, _COMMON):
+        if name.endswith("state.common_step"):
+            entry = [{"step": entry}]
+        elif not name.endswith("param_groups") or not isinstance(entry, list):
+            continue
+        for step in (group.get("step") for group in entry if isinstance(group, dict)):
+            if isinstance(step, View):
+                return read_count(in_one_file(file, file.add(step)), file.path, name)
+            if type(step) is int or (isinstance(step, float) and step.is_integer()):
+                return int(step)
+    return None
 
 
 def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalog:

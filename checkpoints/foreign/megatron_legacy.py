@@ -20,7 +20,7 @@ from ...storage.strict_json import shown
 from ...storage.strides import View
 from ...storage.torch_archive import ViewFile, nested, read_archive
 from ...system import counted
-from .checkpoint import ForeignCheckpoint
+from .checkpoint import ForeignCheckpoint, refuse_copies
 from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
 from .megatron_parts import whole_parts
@@ -29,7 +29,7 @@ FORM = "Megatron legacy (mp_rank_XX)"
 #: The second name is that of releases that wrote the optimizer beside it.
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_MODEL = re.compile(r"model(\d*)")
+_MODEL = re.compile(r"model(\d{0,6})")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: Names of the models before megatron-core, as patterns and what stands for them; each is applied once.
 _OLDER = {
@@ -57,6 +57,12 @@ class _Rank:
     #: Tensors by their names in the file, for each virtual stage.
     models: list[dict[str, View]] = field(default_factory=list)
 
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Return what its part of the model depends on: without experts, on no expert rank."""
+        has_experts = any(".experts." in name for model in self.models for name in model)
+        return (self.tensor, self.pipeline, *([self.expert] if has_experts else []))
+
 
 def recognise(path: Path) -> bool:
     """Return whether this is a folder of ranks, or of steps whose newest one is."""
@@ -80,7 +86,7 @@ def read(path: Path) -> ForeignCheckpoint:
         arguments = Arguments(value.get("args"), file)
         todo = "How the ranks cut the model cannot be known without them"
         require(arguments.known, file, "args", "Megatron's arguments", "none", todo)
-        version = value.get("checkpoint_version", 3.0)
+        version = value.get("checkpoint_version", 0)  # as Megatron reads it: its first files state none
         if not isinstance(version, int | float) or version < 2:
             todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
             raise BadInput(
@@ -93,14 +99,16 @@ def read(path: Path) -> ForeignCheckpoint:
         todo = "The ranks' files are not of one checkpoint: copy all of them again"
         require(step == checkpoint.step, file, "iteration", checkpoint.step, step, todo)
         rank = _Rank(views, *_coordinates(matched, arguments, file))
-        for key in sorted(key for key in value if isinstance(key, str) and _MODEL.fullmatch(key)):
-            tensors, unread = _flat(value[key], file)
+        models = [match for key in value if isinstance(key, str) and (match := _MODEL.fullmatch(key))]
+        for match in sorted(models, key=lambda match: int(match[1] or 0)):  # model10 comes behind model9
+            tensors, unread = _flat(value[match[0]], file)
             rank.models.append(tensors)
             extra += unread
         optimizer = optimizer or "optimizer" in value
         ranks.append(rank)
     _check_ranks(ranks, first, folder)
     checkpoint.tensors, differing = _whole_tensors(ranks, first, folder)
+    refuse_copies((rank.file, rank.part) for rank in ranks)
     if differing:
         checkpoint.skipped.append(
             f"the first rank's copy is taken of {counted(len(differing), 'tensor')} which the "

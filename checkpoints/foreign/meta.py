@@ -15,7 +15,7 @@ from ...storage.catalog import Catalog, Key, LazyTensor, in_one_file, listed
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import ViewFile, open_state_dict
-from .checkpoint import ForeignCheckpoint, Stated
+from .checkpoint import ForeignCheckpoint, Stated, refuse_copies
 
 FORM = "Meta's consolidated files"
 PARAMS = "params.json"
@@ -32,6 +32,10 @@ _FACTS = {
     "vocab_size": "vocab_size",
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
+    # Mistral's files of this form state these.
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "sliding_window": "sliding_window",
 }
 
 
@@ -57,6 +61,7 @@ def read(path: Path) -> ForeignCheckpoint:
                 file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}",
                 found="another", todo="A part is of another checkpoint: copy all parts of one",
             )  # fmt: skip
+    refuse_copies((file, file.path) for file in files)
     tensors = Catalog({name: _joined(name, files, params.get("dim")) for name in names})
     return ForeignCheckpoint(path, FORM, tensors, stated=_stated(params, where), names="meta")
 

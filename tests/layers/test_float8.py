@@ -78,6 +78,18 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling):
     assert layer(x * 1e-25).isfinite().all() and bool(layer(x * 1e-25).any())
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_float16_does_not_overflow_under_a_scale(scaling):
+    x, w, g = (number.half() / 64 for number in case())
+    layer = in_float8(ColumnParallelLinear(32, 48, bias=False), scaling)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    exact = run(layer, x.float(), g.float())
+    layer.weight.grad = None
+    for found, wanted in zip(run(layer.half(), x, g), exact, strict=True):
+        assert torch.allclose(found.float(), wanted, rtol=2e-3, atol=1e-6)
+
+
 def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named():
     a, b = ColumnParallelLinear(32, {"q": 48, "k": 8}), RowParallelLinear(40, 32)
     model = nn.ModuleDict({"a": a, "b": b, "c": nn.Linear(8, 8)})

@@ -185,7 +185,14 @@ def test_an_attempt_that_ended_without_a_word_is_listed():
     for reached, step in (({}, 4), ({"reached": 7}, 7)):
         events[2] |= reached
         assert [(one["event"], one["step"]) for one in with_vanished(events)] == [
-            *(("started", 0), ("saved", 4), ("vanished", step), ("resumed", 4), ("stopped", 6), ("resumed", 6))
+            *(
+                ("started", 0),
+                ("saved", 4),
+                ("vanished", step),
+                ("resumed", 4),
+                ("stopped", 6),
+                ("resumed", 6),
+            )
         ]
 
 

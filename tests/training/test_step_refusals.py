@@ -142,12 +142,12 @@ def of_each_rank(y, samples, state):
     return (1 + state.tensor.index) * y.sum(), y.numel()
 
 
-def refused_on_ranks(layout, gives, loss):
+def refused_on_ranks(layout, gives, loss, base=1.0):
     state = ParallelState.start(layout)
     model = shard_over_data(Staged(gives, state), state, Precision())
     initialize(model, 3, state=state)
     step = Step(model, loss, micro_batch=2, schedule="gpipe", state=state)
-    return refusal_of(lambda: step(shard_batch({"x": torch.randn(8, 4)}, state)))
+    return refusal_of(lambda: step(shard_batch({"x": torch.randn(8, 4)}, state), scale=base**state.rank))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,12 @@ def refused_on_ranks(layout, gives, loss):
 def test_every_rank_refuses_a_mean_and_a_dict_between_stages(layout, gives, loss, says):
     first, second = run_parallel(refused_on_ranks, 2, layout, gives, loss)
     assert first == second and says in first
+
+
+def test_ranks_with_different_loss_scales_are_refused_alike():
+    """As torch's GradScaler has them after an overflow on one rank, which alone skipped its update."""
+    first, second = run_parallel(refused_on_ranks, 2, Layout(pipeline=2), unpacked, squares, 0.5)
+    assert first == second and "scale: expected the same on each rank, found from 0.5 to 1. torch" in first
 
 
 def at_once(state):

@@ -150,6 +150,20 @@ def write_legacy(folder, m, ranks, **other):
     return folder
 
 
+def write_stages(folder, m):
+    """Write two pipeline ranks whose virtual stages have one layer each."""
+    last = m.args.num_layers - 1
+    for rank in range(2):
+        models = {}
+        for first in range(rank, m.args.num_layers, 2):
+            ends = (_ENDS[:1] if first == 0 else ()) + (_ENDS[1:] if first == last else ())
+            names = [*ends, *(f"decoder.layers.0.{one}.weight" for one in _LAYER)]
+            models[f"model{first // 2}"] = {name: m.part(name, first, ALONE).clone() for name in names}
+        args = Namespace(**vars(m.args), pipeline_model_parallel_size=2)
+        write_rank(folder / f"mp_rank_00_{rank:03d}", args=args, **models)
+    return folder
+
+
 def write_experts(folder, m, ranks):
     """Write ``mixtral`` for expert ranks as Transformer Engine holds it: numbered experts, fused norms."""
     for rank in range(ranks):

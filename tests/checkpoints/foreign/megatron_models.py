@@ -198,3 +198,8 @@ def _model(name, config, args):
 
 
 MODELS = {name: _model(name, **parts) for name, parts in _TABLES["models"].items()}
+
+
+def sized(m, layers):
+    """The model with another number of layers."""
+    return _model(m.name, m.config | {"num_hidden_layers": layers}, vars(m.args) | {"num_layers": layers})

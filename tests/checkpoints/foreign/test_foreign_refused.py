@@ -151,6 +151,10 @@ def changed_part(change):
     return harmed("llama2", PART, harm)
 
 
+def with_params(**changes):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def pickled_alone(folder):
     shutil.copytree(hf(), folder / "m")
     torch.save(load_file(folder / "m" / WEIGHTS), folder / "m" / "weights.pt")
@@ -228,7 +232,8 @@ def test_a_table_of_what_the_refusal_says_leaves_out_what_is_no_weight(tmp_path,
 
 
 NO_WEIGHTS = ((), ("runs/config.json",))
-CHUNK, PART, WO = "__1_0.distcp", "consolidated.01.pth", "layers.0.attention.wo.weight"
+CHUNK, FIRST_PART, PART = "__1_0.distcp", "consolidated.00.pth", "consolidated.01.pth"
+WO = "layers.0.attention.wo.weight"
 test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
     of_another_model("titan", r"layers\.1\..*expected no such tensor", num_hidden_layers=1),
@@ -249,7 +254,12 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("no part", copied("llama2"), r"wo\.weight.*16 columns.*8 in 1 parts.*after consolidated\.00",
             given=harmed("llama2", PART, Path.unlink)),
     Refused("no first part", copied("llama2"), r"consolidated\.00\.pth: expected a part for every rank",
-            given=harmed("llama2", "consolidated.00.pth", Path.unlink)),
+            given=harmed("llama2", FIRST_PART, Path.unlink)),
+    Refused("a copied part", copied("llama2"), r"01\.pth: expected its rank's part .*a copy of .*00\.pth",
+            given=harmed("llama2", PART, lambda path: shutil.copy(path.with_name(FIRST_PART), path))),
+    *(Refused(f"{key} of Mistral's", copied("llama2"), rf"{key}.*: expected 8, as {key} in .*params\.json",
+              given=harmed("llama2", "params.json", with_params(**{key: 8})))
+      for key in ("head_dim", "sliding_window")),
     Refused("a zip of something else", copied("all.pt"), "none that torch.save wrote",
             given=lambda folder: ZipFile(folder / "all.pt", "w").writestr("a/notes.txt", "x")),
     Refused("a chunk listed never", read, "owned by nobody", given=listing(0)),

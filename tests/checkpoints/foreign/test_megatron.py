@@ -1,6 +1,7 @@
 """Checkpoints of Megatron become the same model bit for bit, with the moments of its optimizer."""
 
 import io
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,10 @@ from megatron_by_hand import (
     write_dist,
     write_experts,
     write_legacy,
+    write_rank,
+    write_stages,
 )
-from megatron_models import MODELS
+from megatron_models import MODELS, sized
 from support.round_trips import RoundTrip, Source, round_trips
 from trilith.checkpoints import convert, load, read_source, save
 
@@ -86,6 +89,14 @@ def norms_that_differ(folder):
     return written
 
 
+def expert_ranks_without_experts(folder):
+    """Write a stage of dense layers alone, which is the same on all expert ranks."""
+    args = Namespace(**vars(LLAMA.args), expert_model_parallel_size=2)
+    for rank in range(2):
+        write_rank(folder / STEP / f"mp_rank_00_{rank:03d}", args=args, model=whole(LLAMA))
+    return folder / STEP
+
+
 def archive(name):
     return source_of(lambda folder: unpacked(name, folder)[0], model_of(name))
 
@@ -95,8 +106,11 @@ BY_HAND = {
     "newest step of a run": (run_folder, ""),
     "older names": (release, ""),
     "what lies beside weights": (with_things_beside, f"--ckpt-format torch_dist {READABLE}"),
+    "a stage without experts": (expert_ranks_without_experts, ""),
     "norms that differ": (norms_that_differ, ": the first rank's copy is taken of 1 tensor which"),
 }
+DEEP = sized(LLAMA, 24)
+STAGES = source_of(lambda folder: write_stages(folder / STEP, DEEP), DEEP)
 EXPERTS = source_of(lambda folder: write_experts(folder / STEP, MODELS["mixtral"], 2), MODELS["mixtral"])
 test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_trips(
     *(RoundTrip(name, archive(name), ["--to hf"], "_extra_state, without weights") for name in WRITTEN),
@@ -104,6 +118,7 @@ test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_
       for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")),
     *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
     RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
+    RoundTrip("twelve virtual stages", STAGES, ["--to hf"]),
 )  # fmt: skip
 
 
@@ -185,6 +200,17 @@ def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_one
     assert "1 entry _extra_state" in told
     manifest = read_source(tmp_path / "out").manifest
     assert manifest is not None and manifest.kind == "weights"
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"param_groups": [{"step": 3.0}]}, {"state": {"common_step": torch.tensor(3.0)}}]
+)
+def test_updates_by_torch_s_adam_are_counted(optimizer, tmp_path):
+    states = {kind: whole(LLAMA, kind) for kind in MOMENTS}
+    written = write_dist(tmp_path / STEP, whole(LLAMA), args=LLAMA.args, states=states)
+    torch.save({"args": LLAMA.args, "iteration": 7, "optimizer": {0: optimizer}}, written / "common.pt")
+    source = read_source(written, config=config_of(LLAMA, tmp_path))
+    assert source.foreign is not None and source.foreign.updates == 3
 
 
 def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):

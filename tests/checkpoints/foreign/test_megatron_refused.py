@@ -27,11 +27,11 @@ def other_args(**changed):
     return Namespace(**vars(LLAMA.args) | changed)
 
 
-def dist(weights=EMBEDDING, args=LLAMA.args, write=lambda step: None, moments=None, **config):
+def dist(weights=EMBEDDING, args=LLAMA.args, write=lambda step: None, moments=None, of=LLAMA, **config):
     """Return what writes Megatron's distributed form, perhaps with moments, and a config beside it."""
 
     def give(folder):
-        config_of(LLAMA, folder, **config)
+        config_of(of, folder, **config)
         states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments or {})
         write(write_dist(folder / STEP, weights, args=args, states=states))
 
@@ -71,6 +71,10 @@ def edited(rank, change):
         torch.save(state, path)
 
     return write
+
+
+def copied_rank(step):
+    shutil.copytree(step / "mp_rank_00", step / "mp_rank_01", dirs_exist_ok=True)
 
 
 def without_a_layer(state):
@@ -114,7 +118,8 @@ EXPERTS = [
 MEANINGS = {
     **dict.fromkeys(("rotary_interleaved", "num_layers", "multi_latent_attention"), shared_dicts(100, 6)),
     "apply_layernorm_1p": True, "position_embedding_type": "none", "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5, "softmax_type": "off-by-one", "no_rope_freq": [1, 0],
+    "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk_scaling_factor": 2.5,
+    "softmax_type": "off-by-one", "no_rope_freq": [1, 0],
 }  # fmt: skip
 GRANITE = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 12.0}
 LLAMA_3 = {
@@ -162,8 +167,12 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("no newest step", lambda folder: read_source(folder, config=folder / "config"),
             r"latest_checkpointed.*: expected the number of a step, or release, found '\?'",
             given=newest_of_a_run("?")),
-    Refused("squared_relu", read, r"hidden_act: expected relu2, as args\.squared_relu in .*common\.pt",
-            given=dist(args=other_args(swiglu=False, squared_relu=True))),
+    *(Refused(name, read, rf"hidden_act: expected {activation}, as args\.{name} in .*common\.pt",
+              given=dist(args=other_args(swiglu=False, **{name: True})))
+      for name, activation in (("squared_relu", "relu2"), ("quick_geglu", "quick_gelu"))),
+    Refused("a weight that Mixtral norms", read, r"norm_topk_prob: expected false, .*router_pre_softmax",
+            given=dist(of=MODELS["mixtral"], num_experts_per_tok=1, args=Namespace(
+                **vars(MODELS["mixtral"].args) | {"moe_router_topk": 1, "moe_router_pre_softmax": True}))),
     Refused("a list for what is common", read, r"common\.pt: expected a dict, found list",
             given=dist(write=lambda step: torch.save([1], step / "common.pt"))),
     Refused("moments of another model", read, r"exp_avg of 'x': expected a weight of that name, found none",
@@ -178,6 +187,8 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
             given=legacy(edited(1, without_a_layer), ranks=2)),
     Refused("a file of Megatron Bridge", read, r"key_value_heads: .*num_query_groups in .*run_config\.yaml",
             given=bridge(BRIDGE.format(groups=4))),
+    Refused("another activation of Bridge's", read, r"hidden_act: expected one of gelu, .*found silu",
+            given=bridge(BRIDGE.format(groups=2).replace("silu", "gelu"))),
     *(Refused(f"YAML {text}", read, "YAML", given=bridge(text))
       for text in ("model: [", "a: &a {b: 1}\nmodel:\n  <<: [*a, *a]\n")),
     Refused("YAML of something else", read, r"missing", given=bridge("a: 1\n")),
@@ -189,6 +200,10 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("a rank without a model", read, "expected as many models in every rank's file, found 1, 0",
             given=legacy(edited(1, lambda state: state.pop("model")), ranks=2)),
     Refused("version 1", read, r"checkpoint_version: .*2\.0 or later", given=legacy(checkpoint_version=1.0)),
+    Refused("no version", read, r"checkpoint_version: expected 2\.0 or later, found 0",
+            given=legacy(edited(0, lambda state: state.pop("checkpoint_version")))),
+    Refused("a copied rank", read, r"mp_rank_01/.*: expected its rank's part .*found a copy of .*mp_rank_00/",
+            given=legacy(copied_rank, ranks=2)),
     Refused("no arguments", read, "args: .*arguments", given=legacy(args=None)),
     Refused("no tensors", read, "model: .*tensors", given=legacy(model={})),
     *(Refused(why, read, says, given=legacy(of=SMALL, model=entry))
