@@ -115,6 +115,7 @@ ROWS = {
         ranks(TINY_LLAMA, data=2, expert=2),
     ),
     "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
+    "mtp-with-adapters": ("absent with LoRA", predicting({}, lora=LORA)),
     "mtp-without-a-block": ("1 or more with mtp", predicting({"num_nextn_predict_layers": 0})),
     "mtp-no-factor": ("a factor: .* states 1 block of multi-token prediction", of(TINY_GLM | {"mtp": True})),
     "float8-fp64": ("dtype: expected float32 or bfloat16 with.*float64", FLOAT8 | {"dtype": "float64"}),
