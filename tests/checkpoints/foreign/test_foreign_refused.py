@@ -105,6 +105,10 @@ def forget_a_place(metadata):
     del metadata.storage_data[next(iter(metadata.storage_data))]
 
 
+def forget_a_weight(metadata):
+    del metadata.state_dict_metadata["norm.weight"]
+
+
 def of_another_kind(metadata):
     metadata.state_dict_metadata["tok_embeddings.weight"] = ()
 
@@ -278,6 +282,8 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
     Refused("a chunk listed twice", read, "owned 2 times", given=listing(0, 1, 1)),
     Refused("compressed chunks", read, "without storage transforms", given=with_metadata(compress)),
     Refused("a chunk in no place", read, "a place for the chunk at", given=with_metadata(forget_a_place)),
+    Refused("moments without a weight", copied("titan"), r"norm.*missing",
+            given=with_metadata(forget_a_weight)),
     Refused("another record", read, "expected TensorStorageMetadata, found tuple. The file is damaged",
             given=with_metadata(of_another_kind)),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
