@@ -168,6 +168,8 @@ def test_a_piece_is_declared_with_the_whole_and_filled_with_its_part():
 def test_declare_refuses_what_is_not_there():
     with pytest.raises(BadInput, match=r"weigth: expected a parameter among \['weight', 'bias'\]"):
         declare(nn.Linear(2, 2), "weigth")
+    with pytest.raises(BadInput, match=r"0\.weight: expected a parameter among \[\]"):
+        declare(nn.Sequential(nn.Linear(2, 2)), "0.weight")
 
 
 def test_declarations_of_both_kinds_stand_beside_each_other():
