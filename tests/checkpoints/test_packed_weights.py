@@ -228,6 +228,8 @@ MATRIX, STACK = "model.layers.3.self_attn.o_proj.weight", "model.layers.1.mlp.ex
 CHANGED = [
     (fp8_model, rf"{MATRIX}{FACTORS}: expected F32 or BF16 \[6, 8\]",
      lambda _: {MATRIX + FACTORS: torch.ones(5, 8)}),
+    (fp8_model, rf"{MATRIX}{FACTORS}: expected F32 or BF16 .* found F16",
+     lambda tensors: {MATRIX + FACTORS: tensors[MATRIX + FACTORS].half()}),
     (fp8_model, f"{MATRIX}: expected the matrix", lambda _: {MATRIX: None}),
     (fp8_model, "F8_E4M3", lambda _: {MATRIX + FACTORS: None}),
     (fp8_model, "expected a matrix of F8_E4M3", lambda tensors: {MATRIX: tensors[MATRIX].float()}),

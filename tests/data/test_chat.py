@@ -87,9 +87,12 @@ def test_only_what_the_assistant_says_is_learnt(tokenizer, tmp_path, text):
 
 
 def test_a_template_without_a_header_of_answers_or_that_refuses_a_question_is_no_error(tokenizer, tmp_path):
-    bare = template(tokenizer, tmp_path, "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}")
-    ids, targets = bare.encode(Conversation(TALK[4:] + TALK[1:2]), "here")
-    assert learnt(tokenizer, ids, targets) == ["the end\n"]
+    for asks in ("", "{% if add_generation_prompt %}think{% endif %}"):  # which stands before no answer
+        text = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+        ids, targets = template(tokenizer, tmp_path, text + asks).encode(
+            Conversation(TALK[4:] + TALK[1:2]), "here"
+        )
+        assert learnt(tokenizer, ids, targets) == ["the end\n"]
     strict = template(tokenizer, tmp_path, "{{ raise_exception('no system') }}" + CHATML)
     assert not strict.learns_the_header() and not strict.differs_from_own()
 
