@@ -114,5 +114,4 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
 
 
 def _all_finite(output: Any) -> bool:
-    tensors = (tensor for tensor in tensors_in(output, records=True) if tensor.is_floating_point())
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(output, records=True))

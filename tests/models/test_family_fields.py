@@ -105,6 +105,9 @@ def test_a_field_that_is_absent_means_what_it_does_to_transformers(family):
     raw = {key: entry for key, entry in theirs.to_dict().items() if entry is not None}
     raw["architectures"] = [FAMILIES[family].architecture]
     assert read(raw) == read({key: raw[key] for key in raw if key != "rope_parameters"})
+    if rotation:
+        plain = read(raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+        assert plain is None or read(FAMILIES[family].to_hf(plain)) == plain
 
 
 def refused(raw):
