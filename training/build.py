@@ -137,12 +137,13 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     family: Any = plan.family
     make = partial(family.build, plan.config, state=state, dtype=dtype_named(recipe.dtype))
     if isinstance(family, OwnFamily):
-        built = make(split=recipe.layout_section.split)
+        make = partial(make, split=recipe.layout_section.split)
+        built = make()
         if state.mesh is not None and needs_memory(built):
             with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
                 torch.manual_seed(seed_of(recipe.seed, "module"))
                 resting = resting_device(state, offload=recipe.memory.offload)
-                built = make(split=recipe.layout_section.split, device=resting)
+                built = make(device=resting)
         family.set_up(built)
         return built
     frozen = {"base_dtype": dtype_named(recipe.compute_dtype)} if isinstance(family, AdaptedFamily) else {}

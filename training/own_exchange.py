@@ -92,9 +92,8 @@ class _Forward(NamedTuple):
 
     @property
     def summed(self) -> int:
-        """Return how many bytes the tensor ranks sum."""
-        sums = (sent for sent in self.sent[""] if sent.kind in ("all_reduce", "reduce_scatter"))
-        return sum(sent.bytes for sent in sums if sent.axis == "tensor")
+        """Return how many bytes the ranks sum."""
+        return sum(sent.bytes for sent in self.sent[""] if sent.kind in ("all_reduce", "reduce_scatter"))
 
 
 def _forward(

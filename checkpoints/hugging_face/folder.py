@@ -158,7 +158,7 @@ def from_hub(name: str | Path) -> Path | None:
     ``HF_HUB_OFFLINE`` is set. Raises ``BadInput`` if the model is neither here nor there.
     """
     path = Path(name)
-    if path.exists() or not _ID.fullmatch(str(name)) or Path(path.parts[0]).exists():
+    if not _ID.fullmatch(str(name)) or Path(path.parts[0]).exists():
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

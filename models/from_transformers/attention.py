@@ -91,7 +91,7 @@ _KNOWN = signature(attention).parameters.keys() | names("""
 
 def unknown(named: dict[str, Any]) -> str:
     """Return the first keyword with a value that our attention does not compute with."""
-    return next((name for name in sorted(named.keys() - _KNOWN) if named[name] is not None), "")
+    return next((name for name in named if name not in _KNOWN and named[name] is not None), "")
 
 
 @contextmanager

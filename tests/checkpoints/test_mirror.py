@@ -77,6 +77,7 @@ def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place, tmp
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
             saver._after.wait()
+        Mirror(RemoteFolder(place), keep=1).copy(tmp_path / "run" / "step-00000003")  # not the newest here
     copies = fetched(place, tmp_path / "fetched")
     assert accepted(copies) == accepted(tmp_path / "run") == [3, 4]
     assert sorted(path.name for path in copies.iterdir()) == ["step-00000003", "step-00000004"]

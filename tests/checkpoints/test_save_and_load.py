@@ -126,7 +126,7 @@ def test_the_state_goes_along_into_a_converted_checkpoint(tmp_path):
     check_goes_on("NAdam", cut, expected)
 
 
-def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
+def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path, capsys):
     """NAdam's product of momenta too."""
     model = Embedder(state=ParallelState.alone())
     initialize(model, 1)
@@ -139,6 +139,10 @@ def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
     state = {key: torch.zeros_like(number) for key, number in kept.items()}
     dcp.load({"optim": {"state": {"gain.weight": state}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(state[key], number) for key, number in kept.items())
+    ours.state[model.blocks[0].gate_up.up.weight]["step"] += 1  # of one of two that are one tensor there
+    save(tmp_path / "two", model, ours, step=2)
+    assert run(["convert", str(tmp_path / "two"), str(tmp_path / "no"), "--to", "dcp"]) == 2
+    assert "optimizer.step: expected one number for h.0.fused, found " in capsys.readouterr().err
 
 
 def grouped(layout, rates):

@@ -265,3 +265,5 @@ def test_verify_refuses_a_step_beyond_those_of_the_run(trained, tmp_path, capsys
     capsys.readouterr()
     assert run(["verify", str(tmp_path / "run")]) == 4
     assert "step: expected at most 2, the run's steps, found 3" in capsys.readouterr().err
+    (tmp_path / "run" / "events.jsonl").write_text("")  # which then states no steps
+    assert run(["verify", str(tmp_path / "run")]) == 0

@@ -71,6 +71,7 @@ def test_what_exists_and_is_not_the_command_s_own_is_refused(world, tmp_path, ca
         "metrics": (world / "run" / "metrics.jsonl").read_bytes(),
         "notes": b"trilith schedule, trilith report: my notes\n",
         "page": b"<!DOCTYPE html><title>mine</title>",
+        "continuation": b'{"id": 7, "prompt": "", "tokens": 1, "finish": "stop"}\n',
         "picture": b"\x89PNG\r\n\x1a\n mine",
         "empty": b"",
     }

@@ -102,6 +102,7 @@ test_another_form_of_conversation_is_refused_by_place_and_key = refusals(
             ({"conversations": [{"from": 3, "value": "q"}]}, r"conversations\[0\]"),
             ({"prompt": "q"}, "found the keys prompt"),
             ({"prompt": "q", "completion": 5}, "completion: expected a list"),
+            ({"instruction": "q"}, "found the keys instruction"),
             ({"instruction": 4, "output": "a"}, "instruction: expected text, found 4"),
             ({"messages": [USER], "tools": "{"}, "tools: expected a list in JSON"),
             ({"messages": [USER], "tools": [1]}, "tools: expected a list of JSON schemas"),

@@ -151,7 +151,8 @@ def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_d
     assert give_the_same_ids(folder, again) and not give_the_same_ids(folder, tmp_path)
     stated = json.loads((again / "tokenizer.json").read_text())
     merges = [" ".join(merge) for merge in stated["model"]["merges"]]
-    older = stated["model"] | {"ignore_merges": None, "merges": merges}
+    left_out = {"ignore_merges": None, "continuing_subword_prefix": ""}  # by some versions
+    older = stated["model"] | {**left_out, "merges": merges}
     vocabulary = {"vocab": dict(zip("ab", (1, 0), strict=True))}
     changes = {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
     changes |= {"model": stated["model"] | vocabulary, "version": "0"}

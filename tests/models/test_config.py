@@ -95,6 +95,10 @@ REFUSED = [
     of(config("gpt_oss"), "gpt-oss-context", "initial_context_length", {"initial_context_length": 7}),
     of(config("exaone4"), "exaone4-letters", "layer_types", {"sliding_window_pattern": "LLLG"}),
     *(
+        of(config("qwen3_next"), f"qwen3-next-{len(kinds)}", "layer_types", {"layer_types": kinds})
+        for kinds in (["full_attention"], ["full_attention", "sliding_attention"])
+    ),
+    *(
         of(config("qwen3_next"), f"interval-{n!r}", "full_attention_interval", {"full_attention_interval": n})
         for n in (0, "4", 2.0, True)
     ),

@@ -98,10 +98,16 @@ def test_a_field_that_is_absent_means_what_it_does_to_transformers(family):
     for name, field in config.model_fields.items():
         found = getattr(theirs, config.spelled(name), rotation.get(name, field.default))
         if name in config.HARMLESS or field.is_required() or name == "rope_scaling" or field.default == ():
-            continue  # what an absent rotation or list of blocks means is seen in other tests
+            continue  # what an absent list of blocks means is seen in other tests
         if (tuple(found) if isinstance(found, list) else found) != field.default:
             differing[name] = found, field.default
     assert differing == {}
+    raw = {key: entry for key, entry in theirs.to_dict().items() if entry is not None}
+    raw["architectures"] = [FAMILIES[family].architecture]
+    assert read(raw) == read({key: raw[key] for key in raw if key != "rope_parameters"})
+    if rotation:
+        plain = read(raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+        assert plain is None or read(FAMILIES[family].to_hf(plain)) == plain
 
 
 def refused(raw):

@@ -334,6 +334,8 @@ def test_a_pipeline_of_deepspeed_is_cut_and_recomputed_and_the_rest_is_listed():
     assert found.values["memory.checkpointing"] == "full"
     assert {f"pipeline.{key}" for key in section} - {*missed(found)} == {"pipeline.stages"}
     assert "memory.checkpointing" not in deepspeed(pipeline=section, train_batch_size=16).values
+    cut = deepspeed(train_batch_size=32, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps=2)
+    assert cut.values["data.micro_batch"] == 2
 
 
 @pytest.mark.parametrize(

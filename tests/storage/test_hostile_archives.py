@@ -122,6 +122,7 @@ PICKLES = {
     "an unknown opcode": b"\x80\x02\xfe.",
     "a text in a codec that would be imported": b"Vtext\n.",
     "an extension": b"\x80\x02\x82\x01.",
+    "a module for a storage": tensor(of=storage().replace(text("storage"), text("module"))),
     "a size of -1": tensor(shape=number(-1)),
     "a size of 2^40": tensor(shape=b"\x8a\x06" + struct.pack("<q", 2**40)[:6]),
     "a stride of 2^40": tensor(stride=b"\x8a\x06" + struct.pack("<q", 2**40)[:6]),

@@ -134,7 +134,8 @@ def test_every_type_that_torch_holds_is_written_and_read(tmp_path, name):
     whole = whole.bool() if name == "BOOL" else whole.view(TORCH[name])
     writer = TensorWriter(tmp_path / "w", {"t": (name, tuple(whole.shape))})
     writer.write("t", Box.whole(tuple(whole.shape)), whole)
-    writer.close()
+    with mock.patch.object(os, "preadv"):  # what came in one run was summed up in memory
+        writer.close()
     save_file({"t": whole}, tmp_path / "theirs")
     theirs = TensorFile.open(tmp_path / "theirs")
     assert theirs.tensors["t"].dtype == name

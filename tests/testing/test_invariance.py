@@ -344,6 +344,7 @@ def test_pieces_are_told_from_parts_and_from_the_whole():
     weights = torch.tensor([1, 1, 0.25, 0.25]), torch.tensor([0.75, 0.75, 1, 1])
     assert kind(whole[:, :4] * weights[0], whole[:, 2:] * weights[1]) == "partial"
     assert kind(F.pad(whole, (0, 2))[:, :4], F.pad(whole, (0, 2))[:, 4:]) == "cut"  # padding is not looked at
+    assert place(whole, [whole, whole + 1], tolerance=1e-6).note == ""  # no bias that every rank adds
     assert kind(whole, whole + 1) == "differs"
     assert "rank 0 holds piece 1, rank 1 holds piece 0" in place(whole, [b, a], tolerance=1e-6).note
     assert "2 times too large" in place(whole, [2 * whole] * 2, tolerance=1e-6).note

@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from support.configs import TINY_GLM, TINY_LLAMA
+from support.damage import flip_bit
 from support.families import transformers_model
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
@@ -192,3 +193,7 @@ def test_a_strict_merge_takes_the_newest_adapters_or_none(tmp_path, base, tokens
     assert not (tmp_path / "merged").exists()
     with pytest.warns(UserWarning, match=f"{newest.name}.*; using step-00000001"):
         assert trilith(words) == 0
+    older = newest.with_name("step-00000001")
+    flip_bit(next(older.glob("*.safetensors")), -1)
+    assert trilith([*words[:2], str(older), str(tmp_path / "again")]) == 4
+    assert not (tmp_path / "again").exists()

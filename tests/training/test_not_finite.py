@@ -4,6 +4,7 @@ So does a step that would not train what it is to train.
 """
 
 import re
+from itertools import cycle
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, Step, shard_over_data
-from trilith.training.not_finite import find_first_non_finite
+from trilith.training.not_finite import find_first_non_finite, looking
 
 LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
 LAYOUTS["zero3"] = {"data": 2, "zero": 3}
@@ -64,9 +65,9 @@ def output(trainer):
 
 
 def backward(trainer):
-    """Spoil only the gradient of a block's output, on rank 0: the forward is sound."""
-    if trainer.state.rank == 0:
-        block = trainer.model.layers["1"]
+    """Spoil only the gradient of the last block's output: the forward is sound."""
+    if "2" in trainer.model.layers:
+        block = trainer.model.layers["2"]
 
         def spoil(module, inputs, out):
             if out.requires_grad:
@@ -102,7 +103,7 @@ def said(tmp_path, tokens, layout, spoil):
 #: The output of a block's attention, or the gradient nearest to a fault of the backward pass.
 OUTPUT, GRADIENT = (
     r"1: the output of layers\.2\.attention",
-    r"0: the gradient of layers\.1\.mlp\.down\.weight",
+    r"%d: the gradient of layers\.2\.mlp\.down\.weight",
 )
 LEFT_OUT = r"0: layers\.0\.\S+ and \d+ more of all ranks'.*nothing was updated"
 LAST_LEFT_OUT = (("tp2", 0), ("pp2", 1), ("zero3", 0))
@@ -120,8 +121,8 @@ STOPPED = [
     pytest.param("tp2", output, OUTPUT, marks=pytest.mark.slow),
     *(
         (layout, *fault)
-        for layout in ("one", "pp2")
-        for fault in ((backward, GRADIENT), (left_out, LEFT_OUT))
+        for layout, rank in (("one", 0), ("pp2", 1))
+        for fault in ((backward, GRADIENT % rank), (left_out, LEFT_OUT))
     ),
     *(
         (layout, last_left_out, rf"{rank}: norm\.weight.*nothing was updated")
@@ -192,11 +193,16 @@ def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout):
 
 
 def test_an_output_in_a_dict_is_looked_into():
-    model = Two("all")
-    model.register_forward_hook(lambda module, inputs, y: {"y": y / 0})
+    model, divisors = Two("all"), cycle((1, 0))
+    model.register_forward_hook(lambda module, inputs, y: {"y": y / next(divisors)})
     step = Step(model, lambda y, samples: (y["y"].sum(), 1), micro_batch=1)
+    samples = {"x": torch.ones(2, 3, dtype=torch.float64)}
+    with looking(step) as origins:
+        step.forward(samples)
+    assert origins[0].micro_batch == 1  # the first is 0
+    assert not model._forward_pre_hooks
     with pytest.raises(PeerFailed, match="step 1: rank 0: the output of the model is not finite"):
-        find_first_non_finite(step, 1, {"x": torch.ones(1, 3, dtype=torch.float64)})
+        find_first_non_finite(step, 1, samples)
 
 
 def test_offloaded_gradients_are_divided_where_they_rest():

@@ -111,6 +111,10 @@ ROWS = {
         ranks(TINY_LLAMA, data=2, expert=2),
     ),
     "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
+    "mtp-with-adapters": (
+        "absent with LoRA",
+        {"model": {"config": TINY_GLM, "mtp": 0.3}, "lora": LORA},
+    ),
     "mtp-without-a-block": (
         "1 or more with mtp",
         {"model": {"config": TINY_GLM | {"num_nextn_predict_layers": 0}, "mtp": 0.3}},

@@ -82,7 +82,7 @@ def write_dist(folder, weights, *, args, states=None, prefix="", iteration=3, up
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({**tensors, **(other or {})}, checkpoint_id=folder, no_dist=True)
-    groups = {"optimizer": {"param_groups": [{"lr": 1e-3, "step": updates}]}}
+    groups = {"optimizer": {"param_groups": [{"lr": 1e-3}, {"lr": 1e-3, "step": updates}]}}
     common = {"iteration": iteration, "checkpoint_version": 3.0, "optimizer": groups}
     if args is not None:
         common["args"] = args

@@ -268,6 +268,8 @@ test_checkpoints_of_others_that_cannot_be_used_are_refused = refusals(
             given=placed(transform_descriptors=["zstd"])),
     Refused("a chunk in no place", read, "a place for the chunk at",
             given=with_metadata(lambda metadata: metadata.storage_data.popitem())),
+    Refused("moments without a weight", copied("titan"), r"norm.*missing",
+            given=with_metadata(lambda metadata: metadata.state_dict_metadata.pop("norm.weight"))),
     Refused("another record", read, "expected TensorStorageMetadata, found tuple. The file is damaged",
             given=with_metadata(lambda m: m.state_dict_metadata.update({"tok_embeddings.weight": ()}))),
     Refused("experts' steps", lambda folder: convert(folder / "dcp", folder / "out", config=folder / "hf"),
