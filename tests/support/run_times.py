@@ -19,6 +19,10 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 def known() -> dict[str, float]:
     """Return the seconds of the functions that ``seconds.txt`` names."""
     lines = (line.split() for line in SECONDS.read_text().splitlines())
@@ -33,7 +37,7 @@ def seconds_of_files() -> Mapping[str, float]:
 def _by_file(functions: Mapping[str, float]) -> defaultdict[str, float]:
     files: defaultdict[str, float] = defaultdict(float)
     for function, seconds in functions.items():
-        files[function.partition("::")[0]] += seconds
+        files[file_of(function)] += seconds
     return files
 
 
