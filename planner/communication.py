@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layers import checkpointed
 from ..parallel_state import Layout
 from ..simulation.piece import Piece
+from ..training.step_sums import StepReport
 from .own_module import Loss
 from .planned_model import planned_rank
 from .rank_parameters import Group, RankParameters
@@ -210,9 +211,9 @@ class _Sent:
         for axis, what, count, nbytes in (
             ("tensor", "partial gradients", total.partial_tensors > 0, total.partial * size),
             ("ends", "tied embedding", total.end_tensors > 0, total.ends * size),
-            # With the counts of the loss's terms go five numbers that tell whether every rank can use its
-            # batch, and with its sums two that tell whether every parameter has a gradient.
-            ("all", "tokens", 1, (5 + terms) * 8),
+            # With the counts of the loss's terms go numbers that tell whether every rank can use its batch,
+            # and with its sums two that tell whether every parameter has a gradient.
+            ("all", "tokens", 1, (len(StepReport.NUMBERS) + terms) * 8),
             ("all", "loss", 1, (2 + terms) * 8),
             ("all", "gradient norm", 1, max(self.work.master, 4)),
         ):

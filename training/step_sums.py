@@ -5,8 +5,8 @@ Both sums also refuse, on all ranks alike, what one of them cannot use.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class StepReport:
     scale: float = 0
     scale_squared: float = 0
 
+    #: The fields that are summed beside the counts.
+    NUMBERS: ClassVar[tuple[str, ...]]
+
     def agreed(self, state: ParallelState, refusal: BadInput | None = None) -> "StepReport":
         """Return the sums over all ranks, but with this rank's rows; raise on all what one cannot use.
 
@@ -48,10 +51,7 @@ class StepReport:
         """
         total, world = self, state.layout.world
         if world > 1:
-            flags = (
-                *(self.rows, self.rows_squared, self.refused, self.stale, self.reshaped),
-                *(self.scale, self.scale_squared),
-            )
+            flags = [getattr(self, name) for name in StepReport.NUMBERS]
             # Counts may be weights; whole numbers are exact up to 2^53.
             numbers = torch.tensor([*flags, *self.counts.values()], dtype=torch.float64)
             dist.all_reduce(numbers)
@@ -76,6 +76,9 @@ class StepReport:
             "Call optimizer.zero_grad() after each update; one call takes all samples of a step",
         )  # fmt: skip
         return replace(total, rows=self.rows)
+
+
+StepReport.NUMBERS = tuple(field.name for field in fields(StepReport) if field.name != "counts")
 
 
 def _range(number: float) -> str:

@@ -268,7 +268,7 @@ def _slow_gathers_and_sums():
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     modules = engine.fsdp_modules(model.layers)
-    group = next(iter(engine.fully_sharded._groups(modules)))
+    group = next(iter(engine.fully_sharded.groups_of(modules)))
     ids = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         for collective, seconds in ((group._all_gather_comm, 0.01), (group._reduce_scatter_comm, 0.03)):
@@ -277,7 +277,7 @@ def _slow_gathers_and_sums():
             model(ids).sum().backward()
         once = dict(spent)
         model(ids).sum().backward()
-    wrapped = any("unshard" in vars(group) for group in engine.fully_sharded._groups(modules))
+    wrapped = any("unshard" in vars(group) for group in engine.fully_sharded.groups_of(modules))
     each = {name: seconds / len(modules) for name, seconds in once.items()}
     return each, {name: seconds - once[name] for name, seconds in spent.items()}, wrapped
 
