@@ -3,11 +3,12 @@
 A tensor on the device has a shape and no numbers (torch's ``FakeTensor``); tensors on the host are real. Then
 mixing both is an error, and where the host asks the device for a number, somebody must say which: each such
 place is a ``Wait``, with its reason. Large tensors of the host, which offload keeps there, are never written
-to: memory that nobody has written to reads as zeros, and takes no page of the real machine.
+to: they read as zeros, and take no page of the real machine.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -157,7 +158,11 @@ class _Call:
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return (torch.empty if shape.numel() >= LARGE else torch.zeros)(shape, dtype=dtype)
+    if (numel := shape.numel()) < LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    # Of torch.empty some would be memory that was used before, with its numbers.
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _on_host(func: Any, call: _Call) -> Any:
@@ -177,7 +182,7 @@ def _on_host(func: Any, call: _Call) -> Any:
     shapes = tensors_in(func(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {})))
     if all(copies.numel() < LARGE for copies in shapes):
         return func(*call.args, **call.kwargs)
-    copies = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in shapes]
+    copies = [_zeros(x.shape, x.dtype).as_strided(x.shape, x.stride()) for x in shapes]
     return copies if "[]" in str(func._schema.returns[0].type) else copies[0]
 
 
