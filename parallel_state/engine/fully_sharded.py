@@ -70,17 +70,18 @@ def gather_weights(modules: Iterable[FSDPModule]) -> None:
 @contextmanager
 def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
     """Keep these modules' weights as they are meanwhile: FSDP's hooks neither gather nor free them."""
-
-    def do_nothing(async_op: bool = False) -> None:
-        """Stand in for two methods of FSDP's group."""
-
-    with _replaced([*groups_of(modules)], ("unshard", "reshard"), lambda group, name: do_nothing):
+    methods: dict[str, Callable[..., Any]] = {
+        "unshard": lambda async_op=False: None,
+        "reshard": lambda: None,
+        "pre_forward": lambda module, args, kwargs: (args, kwargs),  # torch 2.14 looks at gathered weights
+    }
+    with _replaced([*groups_of(modules)], methods, lambda group, name: methods[name]):
         yield
 
 
 @contextmanager
 def _replaced(
-    groups: Sequence[Any], names: Iterable[str], method: Callable[[Any, str], Callable[..., None]]
+    groups: Sequence[Any], names: Iterable[str], method: Callable[[Any, str], Callable[..., Any]]
 ) -> Iterator[None]:
     """Put ``method(group, name)`` in the place of these methods of FSDP's groups meanwhile."""
     places = [(group, name, vars(group).get(name)) for group in groups for name in names]
@@ -216,7 +217,7 @@ def follow_unfreezing(module: FSDPModule) -> None:
 
     def ask_again(*_: object) -> None:
         for group in () if torch.compiler.is_compiling() else groups_of([module]):
-            if group._orig_dtype is None:
+            if group._reduce_dtype is None:
                 group._init_mp_dtypes()
 
     if not any(parameter.requires_grad for parameter in parameters_of(module)):

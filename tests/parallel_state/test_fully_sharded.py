@@ -57,5 +57,5 @@ def calls_watched():
 
 def test_weights_left_alone_are_gathered_and_watched_again_afterwards():
     for alone, watched, later in run_parallel(calls_watched, 2):
-        assert (alone, later) == (1, 0)  # FSDP still waits for what it did not ask for
+        assert (alone, later) == (0, 0)
         assert watched == 2
