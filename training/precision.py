@@ -47,7 +47,7 @@ class Precision:
 
         return MixedPrecisionPolicy(
             param_dtype=self.compute if self.compute != self.master else None,
-            reduce_dtype=self.reduce if self.reduce != self.compute else None,
+            reduce_dtype=self.reduce,
             cast_forward_inputs=False,
         )
 
