@@ -152,7 +152,6 @@ class Work:
     def _make_part(
         self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read], tally: Tally
     ) -> None:
-        """Write one part."""
         pieces, crc = [], None
         for whole in transfer.pieces:
             if (piece := whole.narrow(part)) is not None:
@@ -169,7 +168,6 @@ class Work:
         self.progress(numbers.nbytes)
 
     def _cast(self, numbers: Tensor, dtype: torch.dtype, tally: Tally) -> Tensor:
-        """Return the numbers in another dtype."""
         cast = self._buffer("cast", tuple(numbers.shape), dtype)
         cast.copy_(numbers)
         look = look_at(cast)
@@ -238,7 +236,6 @@ def _cut_into_blocks(group: Group, nbytes: int) -> Iterator[_Block]:
 
 
 def _dtype_of(stored: Key) -> torch.dtype:
-    """Return the type of a stored tensor."""
     return TORCH[stored.file.tensors[stored.key].dtype]
 
 

@@ -95,7 +95,6 @@ class PackedFile(TensorFile):
         return self._stored_in
 
     def state(self) -> tuple[str, object, str]:
-        """Return the states of the files that hold the two."""
         return str(self.path), [file.state() for file in self.stored_in], type(self).__name__
 
 
@@ -109,7 +108,6 @@ class ScaledFile(PackedFile):
         super().__init__(path, tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a matrix, which its factors must fit."""
         numbers, scales = self._packed[name]
         entry, factors = numbers.tensors[name], scales.tensors[name + FACTORS]
         if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
@@ -150,7 +148,6 @@ class UnpackedFile(PackedFile):
     suffixes, mark, other = (BLOCKS, SCALES), BLOCKS, "scales"
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, whose scales must fit its blocks."""
         blocks, scales = self._packed[name]
         *outer, rows, groups, size = _shape(blocks, name + BLOCKS)
         if size != _BYTES or _shape(scales, name + SCALES) != (*outer, rows, groups):
