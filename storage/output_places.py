@@ -126,9 +126,7 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
     space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
     files = (path for folder in leftovers(output) for path in folder.rglob("*") if path.is_file())
-    need -= sum(
-        path.stat().st_blocks * 512 for path in files
-    )  # reused, or removed first
+    need -= sum(path.stat().st_blocks * 512 for path in files)  # reused, or removed first
     if need * _SPARE > free:
         expected = f"{decimal(round(need * _SPARE))} free ({decimal(need)} and a tenth)"
         todo = "Make room on the disk, or name a place on another one"
