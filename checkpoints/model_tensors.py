@@ -116,7 +116,8 @@ def model_tensors(
         for link in table.links(described.model_type, hf, described.config, stored_shapes, where):
             names.setdefault(link.ours, []).append(link.piece)
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
-    ignored = _ignored_names(described, absent)
+    templates = (re.escape(template.removeprefix(absent)) for template in family.ignorable)  # of old buffers
+    ignored = [_CONSTANTS, *(re.compile(name.replace(re.escape("{i}"), r"\d+")) for name in templates)]
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     rests = {rest for rest in others.values() if not any(pattern.fullmatch(rest) for pattern in ignored)}
     if table is not None:
@@ -179,15 +180,6 @@ def model_updates(
 def _place(tensor: LazyTensor) -> Path:
     """Return the file that holds the first part of a tensor."""
     return next(iter(tensor.near(tensor.box))).stored.file.path
-
-
-def _ignored_names(described: Described, absent: str) -> list[re.Pattern[str]]:
-    """Return patterns of old buffers that files may have, which are not read.
-
-    ``absent``: a prefix that the stored names lack.
-    """
-    old = (re.escape(template.removeprefix(absent)) for template in described.family.ignorable)
-    return [_CONSTANTS, *(re.compile(pattern.replace(re.escape("{i}"), r"\d+")) for pattern in old)]
 
 
 def _check_names(

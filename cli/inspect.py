@@ -39,7 +39,9 @@ def inspect(
     if config is None and (form := foreign_format(source)) is not None:
         foreign = form.read(Path(source))
         say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
-        for line in (*foreign.facts(), *foreign.skipped):
+        for name, fact in foreign.stated.items():
+            say(f"{name} = {fact.text} ({fact.where})")
+        for line in foreign.skipped:
             say(line)
         for name, stored in foreign.tensors.items():
             say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(_parts(stored), 'part')}")
@@ -73,7 +75,8 @@ def inspect(
             f"mean {values.mean():.6g}  std {values.std():.6g}"
         )
         return
-    files = [(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}") for file in folder.stored_files]
+    on_disk = {file.path: file for of_folder in folder.files for file in of_folder.stored_in}
+    files = [(path.name, f"{len(file.tensors):,}", f"{file.size:,}") for path, file in on_disk.items()]
     print_table(table("files", ("file", "tensors", "bytes"), files, right=("tensors", "bytes")))
     tensors = (
         (name, whole.dtype, str(list(whole.shape)), str(_parts(whole)))

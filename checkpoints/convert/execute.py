@@ -33,11 +33,9 @@ BLOCK = 4 << 20
 Group = list[tuple[Transfer, TensorWriter]]
 
 
-class Tally(Counter[str]):
-    """Count what became of a tensor's numbers: the ``overflows`` and the ``underflows``, which a cast made
-    infinite or zero; the blocks of ``zeros`` and of ``others`` that were read; those with others ``left``
-    after a cast.
-    """
+#: What became of a tensor's numbers: how many ``overflows`` and ``underflows``, which a cast made infinite or
+#: zero; how many blocks of ``zeros`` and of ``others`` were read; those with others ``left`` after a cast.
+Tally = Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,6 @@ class Work:
         return True
 
     def _read_block(self, needed: Mapping[Key, Box]) -> dict[Key, _Read]:
-        """Read the stored numbers that the parts of a block need."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
             out = self._buffer(f"read {number}", box.shape, _dtype_of(place))

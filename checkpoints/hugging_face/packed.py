@@ -12,7 +12,7 @@ GPT-OSS's model card (2025), section 2.1.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -61,8 +61,6 @@ class PackedFile(TensorFile):
                     expected = f"the {self.other} of {key}"
                     require(name in tensors, path, name, expected, "no such tensor")
                 self._packed[key.removesuffix(self.mark)] = tensors[first], tensors[second]
-        files = (file for both in self._packed.values() for file in both)
-        self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
         views = {name: View.row_major("BF16", self.shape_of(name), 0) for name in self._packed}
         super().__init__(path, views, 0, 0, None)
 
@@ -90,9 +88,9 @@ class PackedFile(TensorFile):
             self.unpack(numbers, scales, box, out)
         return out
 
-    @property
+    @cached_property  # every read ahead asks for it
     def stored_in(self) -> Sequence[TensorFile]:
-        return self._stored_in
+        return [*dict.fromkeys(file for both in self._packed.values() for file in both)]
 
     def state(self) -> tuple[str, object, str]:
         return str(self.path), [file.state() for file in self.stored_in], type(self).__name__

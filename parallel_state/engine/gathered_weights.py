@@ -1,4 +1,4 @@
-"""Drop weights that FSDP gathered for a forward without a backward; gather ahead what a pipeline's stage ran."""
+"""Drop what FSDP gathered for a forward without a backward; gather ahead what a pipeline's stage ran."""
 
 from __future__ import annotations
 
