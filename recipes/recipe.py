@@ -163,7 +163,6 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the data, changed by overrides."""
     for override in overrides:
         key, equals, text = override.partition("=")
         require(equals and key, "override", override, "key=value, such as data.global_batch=64")

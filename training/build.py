@@ -83,7 +83,6 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Updat
 
 
 def _token_loss(model: CausalLM, recipe: Recipe, chunk: int, state: ParallelState) -> TokenLoss:
-    """Return the loss of the next token that the recipe asks for."""
     return TokenLoss(
         model,
         label_smoothing=recipe.optimizer.label_smoothing,
