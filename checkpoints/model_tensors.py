@@ -112,8 +112,8 @@ def model_tensors(
     if table is None or not table.rule:
         names = _own_names(stored, described, absent, prefix)
     else:
-        stored_shapes, hf = {name: tensor.shape for name, tensor in stored.items()}, hf_shapes(described)
-        for link in table.links(described.model_type, hf, described.config, stored_shapes, where):
+        of_files, of_hub = {name: tensor.shape for name, tensor in stored.items()}, hf_shapes(described)
+        for link in table.links(described.model_type, of_hub, described.config, of_files, where):
             names.setdefault(link.ours, []).append(link.piece)
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
     templates = (re.escape(template.removeprefix(absent)) for template in family.ignorable)  # of old buffers

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..system import BadInput, counted
+from ..system import BadInput, counted, nearest_names
 from .shared.options import CONFIG, IMPLEMENTATION, NAMES
 from .shared.parameters import As, Place
 from .shared.say import print_table, say, table
@@ -31,7 +31,6 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from difflib import get_close_matches
     from math import prod
 
     from ..checkpoints import foreign_format, read_source, verify_files
@@ -61,8 +60,7 @@ def inspect(
         say(f"warning: {warning}")
     if tensor is not None:
         if tensor not in folder.catalog:
-            near = get_close_matches(tensor, folder.catalog, n=3)
-            todo = f"Nearest: {', '.join(near)}" if near else "Without --tensor all names are listed"
+            todo = nearest_names(tensor, folder.catalog) or "Without --tensor all names are listed"
             raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none", todo=todo)
         whole = folder.catalog[tensor]
         if manifest is not None:

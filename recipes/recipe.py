@@ -15,10 +15,10 @@ from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validat
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from ..system import literal
+from ..system import literal, nearest_names
 from . import sections
 from .checks import check_recipe, compile_rules
-from .section import LossScaleSection, OptimizerSection, PathText, Section, Wait, nearest, nearest_key
+from .section import LossScaleSection, OptimizerSection, PathText, Section, Wait, nearest_key
 
 #: The recipes that come with trilith lie beside this file.
 _SHIPPED = Path(__file__).parent
@@ -207,7 +207,7 @@ def read_config(section: sections.ModelSection) -> dict[str, Any]:
         # In a config.json such a key gives a warning, since other programs write some; here it is a mistake.
         for key in family.config.unknown_keys(fields):
             if key not in DENIED:  # which is legal where it is off
-                todo = nearest(key, map(family.config.spelled, family.config.model_fields))
+                todo = nearest_names(key, map(family.config.spelled, family.config.model_fields))
                 expected = f"a key that {family.model_type} reads"
                 raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
     return fields if section.mtp is None else predicting(fields, where)
