@@ -121,7 +121,7 @@ def _sources(
         require(adapter is None, "load", "model", "one with adapters", "one without", todo)
         return [source]
     if source.adapter is not None and adapter is None and model_adapter is not None:
-        check_same_base(source.adapter, model_adapter, source.path)
+        check_same_base(source.adapter, model_adapter.base, model_adapter.fingerprint, source.path)
         return [source]
     base, adapters = with_adapter(source, adapter, whole=whole)
     return [base] if adapters is None else [base, adapters]

@@ -89,8 +89,7 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     if source is None:
         return _peft_folder(path, base)
     if whole and source.adapter is not None and source.adapter.fingerprint is not None:
-        of_base = StoredAdapter(lora={}, base=str(base.path), fingerprint=fingerprint(base))
-        check_same_base(source.adapter, of_base, source.path)
+        check_same_base(source.adapter, base.path, fingerprint(base), source.path)
     return source
 
 
@@ -134,11 +133,11 @@ def read_converted(path: Path, source: Source) -> Source:
     return read_source(path, module=source.module, implementation=implementation_of(source.config))
 
 
-def check_same_base(trained: StoredAdapter, base: StoredAdapter, where: object) -> None:
-    """Refuse adapters that were trained on another base."""
-    if trained.fingerprint not in (None, base.fingerprint):
+def check_same_base(trained: StoredAdapter, base: object, digits: str | None, where: object) -> None:
+    """Refuse adapters that were trained on another model than ``base``, of the fingerprint ``digits``."""
+    if trained.fingerprint not in (None, digits):
         expected = f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})"
-        actual = f"{base.base}, whose config or weights are others ({base.fingerprint})"
+        actual = f"{base}, whose config or weights are others ({digits})"
         raise BadCheckpoint(where, "base", expected=expected, found=actual)
 
 
@@ -230,7 +229,6 @@ class Merge:
         return None if product is None else partial(self._add, name, product)
 
     def _add(self, name: str, product: Product, numbers: Tensor, box: Box) -> Tensor:
-        """Return the base's numbers and what the adapter adds."""
         a, b = self._factors(product.holder, torch.promote_types(numbers.dtype, torch.float32))
         rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
         if product.expert is None:

@@ -95,16 +95,6 @@ def _own_names(stored: Catalog, described: Described, absent: str, prefix: str) 
     return names
 
 
-def _table_names(where: Path, stored: Catalog, described: Described, table: Table) -> Names:
-    """Return the names of another project; ``BadInput`` for a tensor of another shape than the model's."""
-    names: Names = {}
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
-    hf = hf_shapes(described)
-    for link in table.links(described.model_type, hf, described.config, shapes, where):
-        names.setdefault(link.ours, []).append(link.piece)
-    return names
-
-
 def model_tensors(
     where: Path, stored: Catalog, described: Described, table: Table | None = None
 ) -> tuple[Catalog, list[Repeated], Names]:
@@ -115,14 +105,19 @@ def model_tensors(
     that is missing, left over, quantised, of another shape than the model's, or stored in part.
     """
     (links, shapes), family = described.links(), described.family
-    absent = _absent_prefix(stored, described) if table is None else ""
+    optional = family.optional_prefix if table is None else ""
+    absent = "" if optional and any(name.startswith(optional) for name in stored) else optional
     prefix = "" if table is None else table.prefix
+    names: Names = {}
     if table is None or not table.rule:
         names = _own_names(stored, described, absent, prefix)
     else:
-        names = _table_names(where, stored, described, table)
+        of_files, of_hub = {name: tensor.shape for name, tensor in stored.items()}, hf_shapes(described)
+        for link in table.links(described.model_type, of_hub, described.config, of_files, where):
+            names.setdefault(link.ours, []).append(link.piece)
     used = {piece.stored: None for pieces in names.values() for piece in pieces}
-    ignored = _ignored_names(described, absent)
+    templates = (re.escape(template.removeprefix(absent)) for template in family.ignorable)  # of old buffers
+    ignored = [_CONSTANTS, *(re.compile(name.replace(re.escape("{i}"), r"\d+")) for name in templates)]
     others = {name: name.removeprefix(prefix) for name in sorted(stored.keys() - used.keys())}
     rests = {rest for rest in others.values() if not any(pattern.fullmatch(rest) for pattern in ignored)}
     if table is not None:
@@ -182,24 +177,9 @@ def model_updates(
     return fewer
 
 
-def _absent_prefix(stored: Catalog, described: Described) -> str:
-    """Return the optional prefix of a family if no stored name has it."""
-    prefix = described.family.optional_prefix
-    return "" if prefix and any(name.startswith(prefix) for name in stored) else prefix
-
-
 def _place(tensor: LazyTensor) -> Path:
     """Return the file that holds the first part of a tensor."""
     return next(iter(tensor.near(tensor.box))).stored.file.path
-
-
-def _ignored_names(described: Described, absent: str) -> list[re.Pattern[str]]:
-    """Return patterns of old buffers that files may have, which are not read.
-
-    ``absent``: a prefix that the stored names lack.
-    """
-    old = (re.escape(template.removeprefix(absent)) for template in described.family.ignorable)
-    return [_CONSTANTS, *(re.compile(pattern.replace(re.escape("{i}"), r"\d+")) for pattern in old)]
 
 
 def _check_names(

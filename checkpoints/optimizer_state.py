@@ -110,8 +110,7 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
 
 
 def _restore_rate(group: dict[str, Any], names: Sequence[str], lr: StoredNumber) -> None:
-    """Give a group the learning rate that its parameters had."""
-    # Each learning rate, with the first parameter that had it.
+    # Each learning rate that its parameters had, with the first of these.
     rates = {rate: name for name in reversed(names) if (rate := lr.of.get(name, lr.value)) is not None}
     if len(rates) > 1:
         both = " and ".join(f"{name} with {rate:g}" for rate, name in [*reversed(rates.items())][:2])

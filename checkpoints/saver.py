@@ -246,7 +246,6 @@ class Saver:
     def _manifest(
         self, progress: Progress, files: Sequence[StoredFile], tensors: dict[str, StoredTensor]
     ) -> Manifest:
-        """Return the manifest, on rank 0."""
         fixed = (name for stage in self._stages for name in buffer_names(stage))
         contents = self._contents
         return Manifest(

@@ -149,11 +149,6 @@ class Source:
                 tables[moment_name(moment, name)] = of_moment
         return renamed(self.catalog, tables, self.path)
 
-    @property
-    def stored_files(self) -> list[TensorFile]:
-        """Return the files of weights on the disk, each once."""
-        return [*{file.path: file for source in self.files for file in source.stored_in}.values()]
-
 
 @no_garbage_search()
 def read_source(

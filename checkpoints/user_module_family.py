@@ -130,11 +130,9 @@ class ModuleFamily:
     adopted: ClassVar[bool] = False
 
     def module_pieces(self, config: object) -> dict[str, list[Piece[str]]]:
-        """Return where files with other names hold each tensor: nowhere."""
         return {}
 
     def left_out(self, config: object, names: Collection[str]) -> set[str]:
-        """Return the names of a folder's tensors that are not read: none."""
         return set()
 
     def declarations(
@@ -175,7 +173,6 @@ class ModuleFamily:
         return expand(self.rules, shapes, blocks)
 
     def declared(self, model: nn.Module) -> dict[str, Declaration]:
-        """Return all declarations of the module, or of a stage of it."""
         return declarations(model)
 
     links_of_all = links

@@ -118,10 +118,7 @@ def checksum_of(file: TensorFile) -> Checksum:
 
 
 def verify_sums(file: TensorFile, read_sums: Checksum) -> None:
-    """Refuse a file of another project if its tensors' bytes have not the CRC-32 that it states.
-
-    Bytes whose sums are in ``seen`` are not read again.
-    """
+    """Refuse a file unless its bytes have the CRC-32s that it states; only those not read yet are read."""
     if not file.sums:
         return
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):

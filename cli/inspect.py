@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..system import BadInput, counted
+from ..system import BadInput, counted, nearest_names
 from .shared.options import CONFIG, IMPLEMENTATION, NAMES
 from .shared.parameters import As, Place
 from .shared.say import print_table, say, table
@@ -31,7 +31,6 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from difflib import get_close_matches
     from math import prod
 
     from ..checkpoints import foreign_format, read_source, verify_files
@@ -39,7 +38,9 @@ def inspect(
     if config is None and (form := foreign_format(source)) is not None:
         foreign = form.read(Path(source))
         say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
-        for line in (*foreign.facts(), *foreign.skipped):
+        for name, fact in foreign.stated.items():
+            say(f"{name} = {fact.text} ({fact.where})")
+        for line in foreign.skipped:
             say(line)
         for name, stored in foreign.tensors.items():
             say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(_parts(stored), 'part')}")
@@ -59,8 +60,7 @@ def inspect(
         say(f"warning: {warning}")
     if tensor is not None:
         if tensor not in folder.catalog:
-            near = get_close_matches(tensor, folder.catalog, n=3)
-            todo = f"Nearest: {', '.join(near)}" if near else "Without --tensor all names are listed"
+            todo = nearest_names(tensor, folder.catalog) or "Without --tensor all names are listed"
             raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none", todo=todo)
         whole = folder.catalog[tensor]
         if manifest is not None:
@@ -73,7 +73,8 @@ def inspect(
             f"mean {values.mean():.6g}  std {values.std():.6g}"
         )
         return
-    files = [(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}") for file in folder.stored_files]
+    on_disk = {file.path: file for of_folder in folder.files for file in of_folder.stored_in}
+    files = [(path.name, f"{len(file.tensors):,}", f"{file.size:,}") for path, file in on_disk.items()]
     print_table(table("files", ("file", "tensors", "bytes"), files, right=("tensors", "bytes")))
     tensors = (
         (name, whole.dtype, str(list(whole.shape)), str(_parts(whole)))

@@ -47,7 +47,6 @@ class ExpertsConfig(LlamaConfig):
         return self.router_aux_loss_coef / self.blocks_with_experts if self.output_router_logits else 0.0
 
     def has_experts(self, number: int) -> bool:
-        """Tell whether block ``number`` has experts, or one net."""
         return True
 
     @property

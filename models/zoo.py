@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_toml
-from ..system import literal
+from ..system import literal, nearest_names
 from .base.config import ModelConfig
 from .base.family import Family
 from .from_transformers import family_of_type
@@ -67,9 +66,9 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     family = FAMILIES.get(text) if implementation_of(raw) == "auto" else None
     family = family or (family_of_type(text) if text else None)
     if family is None:
-        near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
+        todo = nearest_names(str(kind).lower(), FAMILIES, most=1, cutoff=0.7)
         listed = f"one of the {len(FAMILIES)} types that `trilith models` lists"
-        expected, todo = f"{listed}, or another of transformers'", f"Nearest: {near[0]}" if near else ""
+        expected = f"{listed}, or another of transformers'"
         raise BadInput(where, "model_type", expected=expected, found=literal(kind), todo=todo)
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:
@@ -138,8 +137,8 @@ def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) 
     sizes = published_sizes()
     size = sizes.get(name.lower())
     if size is None:
-        near = get_close_matches(name.lower(), sorted({*sizes, *also}), n=3, cutoff=0.5)
-        todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists them"
+        names, listed = sorted({*sizes, *also}), "`trilith models` lists them"
+        todo = nearest_names(name.lower(), names, cutoff=0.5, also=listed)
         raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
     return size
 

@@ -134,7 +134,6 @@ def initialize(
 
 
 def _fill(local: Tensor, box: Box, declaration: Declaration, seed: int) -> None:
-    """Fill the true part and zero the padding."""
     local, true = _without_padding(local, box, declaration)
     if true.size:
         fill(local, true, declaration.shape, declaration.initial, seed)

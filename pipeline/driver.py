@@ -20,7 +20,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ..layers import recomputes_operators
 from ..parallel_state import ParallelState
 from ..parallel_state.engine import accelerator, fsdp_modules, is_sharded
-from ..parallel_state.engine.forward_order import ForwardOrder
 from ..parallel_state.engine.fully_sharded import (
     computed_with,
     end_backward,
@@ -29,6 +28,7 @@ from ..parallel_state.engine.fully_sharded import (
     left_alone,
     sum_gradients,
 )
+from ..parallel_state.engine.gathered_weights import ForwardOrder
 from ..parallel_state.engine.weight_gradients import compute_weight_gradients
 from .relay import Travels, greet, sent_as
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind

@@ -109,14 +109,8 @@ class HeldInStep:
         return instants
 
 
-@lru_cache(maxsize=4096)
-def held_in_step(
-    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int,
-    whole: tuple[float, ...], halfway: tuple[float, ...], message: float,
-) -> HeldInStep:  # fmt: skip
-    """Return the same object for layouts that differ in their data ranks only."""
-    layout = Layout(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    return HeldInStep(name, layout, micro_batches, rank, whole, halfway, message)
+#: Give it a layout of a pipeline alone: layouts that differ in their data ranks have one object.
+held_in_step = lru_cache(maxsize=4096)(HeldInStep)
 
 
 class _Rows(NamedTuple):

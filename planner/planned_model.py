@@ -152,8 +152,7 @@ def own_model(family: OwnFamily, config: ModelConfig, layout: Layout) -> TracedM
         # Classes that take no split cut themselves, as the split says.
         model: nn.Module = family.build(config, split=split if family.takes_split else None, state=state)
         family.set_up(model)
-        if family.recipe.compute == "float8":
-            multiply_in_float8(model, family.recipe, state)
+        multiply_in_float8(model, family.recipe.scaling, state)
         return model
 
     traced: TracedModel = family.known.setdefault(layout.block_cut, TracedModel(family, config, make))

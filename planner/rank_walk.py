@@ -8,14 +8,13 @@ the data ranks (``rank_gradients.py``).
 from collections.abc import Sequence
 from operator import attrgetter
 
+from ..parallel_state import Layout
 from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
-from .end_of_step import note_end
-from .forwards import note_first_forward, note_forwards
+from .further_instants import note_end, note_first_forward, note_forwards, walk_second_part
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
-from .second_part import walk_second_part
 from .stage_costs import Run, StageCost, most_of
 from .step_shape import Work
 
@@ -60,10 +59,9 @@ class RankWalk:
         work, self.numbers, peaks = self.work, self.work.layout.stages_of(number), dict[bool, Peak]()
         self.rest_of_root = self.gradients.root_without((), self.numbers)
         message, layout = work.between_blocks if self.pipelined else 0, work.layout
-        step = held_in_step(
-            work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches, number,
-            *(tuple(map(attrgetter(name), self.stages)) for name in ("kept", "halfway")), message,
-        )  # fmt: skip
+        alone = Layout(pipeline=layout.pipeline, virtual_stages=layout.virtual_stages, v_shape=layout.v_shape)
+        sizes = (tuple(map(attrgetter(name), self.stages)) for name in ("kept", "halfway"))
+        step = held_in_step(work.schedule, alone, work.micro_batches, number, *sizes, message)
         instants = [(instant, self._is_last(instant)) for instant in step.heaviest]
         if work.micro_batches > 1 and self.gradients.in_last:
             backwards = [instant for instant, _ in instants if instant.kind == "B"]

@@ -15,10 +15,10 @@ from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validat
 from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from ..system import literal
+from ..system import literal, nearest_names
 from . import sections
 from .checks import check_recipe, compile_rules
-from .section import LossScaleSection, OptimizerSection, PathText, Section, Wait, nearest, nearest_key
+from .section import LossScaleSection, OptimizerSection, PathText, Section, Wait, nearest_key
 
 #: The recipes that come with trilith lie beside this file.
 _SHIPPED = Path(__file__).parent
@@ -163,7 +163,6 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _changed(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the data, changed by overrides."""
     for override in overrides:
         key, equals, text = override.partition("=")
         require(equals and key, "override", override, "key=value, such as data.global_batch=64")
@@ -208,7 +207,7 @@ def read_config(section: sections.ModelSection) -> dict[str, Any]:
         # In a config.json such a key gives a warning, since other programs write some; here it is a mistake.
         for key in family.config.unknown_keys(fields):
             if key not in DENIED:  # which is legal where it is off
-                todo = nearest(key, map(family.config.spelled, family.config.model_fields))
+                todo = nearest_names(key, map(family.config.spelled, family.config.model_fields))
                 expected = f"a key that {family.model_type} reads"
                 raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
     return fields if section.mtp is None else predicting(fields, where)

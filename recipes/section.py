@@ -2,14 +2,14 @@
 spikes, the loss's scale.
 """
 
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..models.base.keys import MOST_BLOCKS
+from ..system import nearest_names
 from ..system.addresses import address_of
 
 #: No whole number of a recipe may be larger: up to here a float and any reader of JSON hold it exactly.
@@ -192,7 +192,8 @@ def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
     if elsewhere:
         return f"Nearest: {', '.join(elsewhere)}"
     all_keys = f"The keys of {'.'.join(sections)}: {', '.join(sections_of(section))}" if sections else ""
-    return nearest(key, sections_of(section), sections) or all_keys
+    prefix = "".join(f"{name}." for name in sections)
+    return nearest_names(key, sections_of(section), prefix=prefix) or all_keys
 
 
 def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
@@ -203,9 +204,3 @@ def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
         sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
         keys[field.alias or name] = next(sections, None)
     return keys
-
-
-def nearest(key: str, keys: Iterable[str], sections: Iterable[str] = ()) -> str:
-    """Return the hint to use those of the ``known`` keys of a section that are nearest to ``key``."""
-    names = [".".join([*sections, name]) for name in get_close_matches(key, list(keys), n=3)]
-    return f"Nearest: {', '.join(names)}" if names else ""

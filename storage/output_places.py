@@ -125,7 +125,8 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, ap
         _check_apart(output)
     space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
-    need -= bytes_of_leftovers(output)
+    files = (path for folder in leftovers(output) for path in folder.rglob("*") if path.is_file())
+    need -= sum(path.stat().st_blocks * 512 for path in files)  # reused, or removed first
     if need * _SPARE > free:
         expected = f"{decimal(round(need * _SPARE))} free ({decimal(need)} and a tenth)"
         todo = "Make room on the disk, or name a place on another one"
@@ -208,12 +209,6 @@ def clear_leftovers(output: Path, *, lock_only: bool = False) -> bool:
             Disk().remove_tree(path)
         lock.remove()
     return not lock_file.exists()
-
-
-def bytes_of_leftovers(output: Path) -> int:
-    """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
-    files = (path for folder in leftovers(output) for path in folder.rglob("*") if path.is_file())
-    return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def why_absent(output: Path) -> tuple[str, str]:

@@ -123,11 +123,8 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; it may be gone already."""
-        with self._reaching(name):
-            try:
-                self._system.rm(self._path(name), recursive=True)
-            except FileNotFoundError:
-                return
+        with self._reaching(name), suppress(FileNotFoundError):
+            self._system.rm(self._path(name), recursive=True)
 
     def sync(self, folder: str = "") -> None:
         """Make the names in a folder survive a power cut; an object store needs nothing for that."""

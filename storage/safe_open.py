@@ -87,12 +87,16 @@ def read_full(fd: int, into: memoryview, offset: int) -> int:
     return filled
 
 
+def is_plain(name: str) -> bool:
+    """Tell whether a name is printable and no path: no separator, no ``..``."""
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and name.isprintable()
+
+
 def check_plain_name(name: object, where: object, key: object, *, kind: type[BadInput] = BadInput) -> str:
     """Check that a file name stays in its directory: no separator, no ``..``, no control character."""
     if not isinstance(name, str):
         raise kind(where, key, expected="the name of a file", found=f"a {type(name).__name__}")
-    bad = not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()
-    if bad or len(os.fsencode(name)) > 255:
+    if not is_plain(name) or len(os.fsencode(name)) > 255:
         raise kind(where, key, expected="a plain file name in the same directory", found=shown(name))
     return name
 

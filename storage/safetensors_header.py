@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ..parallel_state import BadInput, require
 from .dtypes import BITS
+from .safe_open import is_plain
 from .strict_json import parse_object, shown, what_it_looks_like
 from .strides import View
 
@@ -57,8 +58,9 @@ def parse_header(
     data_begin = _LENGTH + len(raw)
     tensors = {}
     for name, value in fields.items():
-        if name not in expected:
-            _check_name(name, where)
+        if name not in expected and not is_plain(name):
+            what = "a name of printable letters, not a path"
+            raise BadInput(where, "tensor", expected=what, found=shown(name))
         tensors[name] = _entry(name, value, data_begin, where)
     _check_tiling(tensors, data_begin, size, where)
     return tensors, data_begin
@@ -93,11 +95,6 @@ def _check_metadata(value: object, where: object) -> None:
     for key, text in value.items():
         if not isinstance(text, str):
             raise BadInput(where, f"__metadata__ {shown(key)}", expected="a string", found=shown(text))
-
-
-def _check_name(name: str, where: object) -> None:
-    if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
-        raise BadInput(where, "tensor", expected="a name of printable letters, not a path", found=shown(name))
 
 
 def _entry(name: str, value: object, data_begin: int, where: object) -> View:

@@ -59,7 +59,9 @@ def parse_object(
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text.strip() else ""  # else the caller names the line
         place = f"{error.msg} at {line}column {error.colno}"
-        raise kind(where, expected="valid JSON", found=place, todo=_hint(raw)) from None
+        begun = dict.fromkeys((b"[", b"{"), "A .jsonl file has a whole object a line")
+        todo = what_it_looks_like(raw) or {b"": "The file is empty", **begun}.get(raw.strip(), "")
+        raise kind(where, expected="valid JSON", found=place, todo=todo) from None
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
@@ -104,13 +106,6 @@ def shown(text: object, limit: int = 80) -> str:
     """Return untrusted text as one short line for an error message."""
     line = literal(text, limit + 1)
     return line if len(line) <= limit else f"{line[:limit]}…"
-
-
-def _hint(raw: bytes) -> str:
-    begun = {b"": "The file is empty"} | dict.fromkeys(
-        (b"[", b"{"), "A .jsonl file has a whole object a line"
-    )
-    return what_it_looks_like(raw) or begun.get(raw.strip(), "")
 
 
 def _unique_keys(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -196,16 +196,10 @@ def _sweep(whole: Box, boxes: Sequence[Box], dim: int) -> Flaw | None:
         active = [box for box in active if box.stop[dim] >= end]
         while waiting and waiting[-1].start[dim] == begin:
             active.append(waiting.pop())
-        if len(active) == 1 and _spans(active[0], whole, dim + 1):
-            continue  # nearly every slab is of this kind
         slab = _with(whole, dim, begin, end)
         if flaw := _sweep(slab, [_with(box, dim, begin, end) for box in active], dim + 1):
             return flaw
     return None
-
-
-def _spans(box: Box, whole: Box, dim: int) -> bool:
-    return box.start[dim:] == whole.start[dim:] and box.stop[dim:] == whole.stop[dim:]
 
 
 def _with(box: Box, dim: int, begin: int, end: int) -> Box:

@@ -2,9 +2,10 @@
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``counted``, which writes a number of
-things, ``literal``, which writes a value as a recipe has it, ``format_warning``, ``whole_number``, which
-reads a number that somebody else wrote, ``address_of``, ``usable_cores``, ``quiet_libraries``, and four ways
-to search less for garbage: in starts, in plans, in training, by ``manual_gc``, and in tests.
+things, ``literal``, which writes a value as a recipe has it, ``nearest_names``, which hints at what was
+meant, ``format_warning``, ``whole_number``, which reads a number that somebody else wrote, ``address_of``,
+``usable_cores``, ``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in
+training, by ``manual_gc``, and in tests.
 ``check_local_ranks`` and ``check_workers`` refuse too many processes. ``errors`` has the errors for users,
 one line each, ``BadInput`` among them.
 """
@@ -29,5 +30,6 @@ from .standard_streams import quiet_libraries as quiet_libraries
 from .text import counted as counted
 from .text import format_warning as format_warning
 from .text import literal as literal
+from .text import nearest_names as nearest_names
 from .text import visible as visible
 from .text import whole_number as whole_number

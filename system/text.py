@@ -6,6 +6,8 @@ rename the window or turn the reading direction. Each becomes its escape, such a
 
 import re
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
@@ -77,6 +79,14 @@ def whole_number(text: str) -> int | None:
     ``str.isdigit`` also takes ``"²"``, which ``int`` refuses.
     """
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def nearest_names(
+    word: str, names: Iterable[str], *, most: int = 3, cutoff: float = 0.6, prefix: str = "", also: str = ""
+) -> str:
+    """Return the hint to use those names that are most like a word, each behind ``prefix``, and ``also``."""
+    near = ", ".join(prefix + name for name in get_close_matches(word, [*names], most, cutoff))
+    return "; ".join(filter(None, (near and f"Nearest: {near}", also)))
 
 
 def counted(number: int, noun: str) -> str:

@@ -52,7 +52,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/collectives.py": "the same",
     "parallel_state/engine/measuring.py": "the same",
     "parallel_state/engine/fake_tensors.py": "the same",
-    "parallel_state/engine/forward_order.py": "the same",
+    "parallel_state/engine/gathered_weights.py": "the same",
     "parallel_state/engine/fully_sharded.py": "the same",
     "parallel_state/engine/gloo_all_gather.py": "the same",
     "parallel_state/engine/kernels.py": "the same",

@@ -47,7 +47,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Updat
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
-    unquantized = multiply_in_float8(model, recipe, state) if recipe.compute == "float8" else []
+    unquantized = multiply_in_float8(model, recipe.scaling, state)
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if (experts := recipe.experts) is not None:  # each router's loss is a part of a mean over all routers
         balance = None if experts.balance is None else experts.balance / count
@@ -83,7 +83,6 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> tuple[Step, Updat
 
 
 def _token_loss(model: CausalLM, recipe: Recipe, chunk: int, state: ParallelState) -> TokenLoss:
-    """Return the loss of the next token that the recipe asks for."""
     return TokenLoss(
         model,
         label_smoothing=recipe.optimizer.label_smoothing,

@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..parallel_state import BadInput, require
 from ..storage.small_files import read_text
-from ..system import visible
+from ..system import nearest_names, visible
 from ..system.user_errors import asked, refused
 
 
@@ -47,8 +46,7 @@ def own_code(name: str, key: str) -> OwnCode:
     module = _ran[place][1]
     if not hasattr(module, entry):
         public = [name for name in vars(module) if not name.startswith("_")]
-        near = get_close_matches(entry, public, cutoff=0.5)
-        expected, todo = f"a name in {visible(file)}", f"Nearest: {', '.join(near)}" if near else ""
+        expected, todo = f"a name in {visible(file)}", nearest_names(entry, public, cutoff=0.5)
         raise BadInput("recipe", key, expected=expected, found=entry, todo=todo)
     return OwnCode(getattr(module, entry), name, digest)
 
@@ -99,11 +97,11 @@ def check_keywords(code: OwnCode, arguments: Mapping[str, Any], key: str, *other
         signature.bind(*others, **arguments, **named)
     except TypeError as error:
         unknown = next((name for name in arguments if not names(code.entry, name)), "")
-        near = get_close_matches(unknown, signature.parameters.keys() - {"state"}, n=1, cutoff=0.5)
+        keywords = signature.parameters.keys() - {"state"}
         raise BadInput(
             "recipe", key,
             expected=f"the keywords of {code.name.rpartition(':')[2]}{signature}",
-            found=unknown or error, todo=f"Nearest: {near[0]}" if near else "",
+            found=unknown or error, todo=nearest_names(unknown, keywords, most=1, cutoff=0.5),
         ) from None  # fmt: skip
 
 

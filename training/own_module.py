@@ -76,7 +76,6 @@ class OwnFamily(Family):
         device: str | torch.device = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """Return the module, or this rank's stages of it, on ``device``."""
         assert isinstance(config, OwnConfig)
         arguments: dict[str, Any] = from_json(config.arguments)
         self._check_known(alone_or(state).layout, split)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import use_float8
+from ..layers import Scaling, use_float8
 from ..parallel_state import ParallelState, engine, require
 from ..parallel_state.engine import accelerator, is_dtensor, local_data
 from ..parallel_state.engine.autograd_and_compiler import after_backward
 from ..parallel_state.engine.local_tensors import foreach_copy_, like
-from ..recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -63,14 +62,14 @@ def dtypes_of(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
     return next(floating, torch.float32), None
 
 
-def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -> list[str]:
-    """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
-
-    Raises ``BadInput`` for a GPU that has no float8.
+def multiply_in_float8(model: nn.Module, scaling: Scaling | None, state: ParallelState) -> list[str]:
+    """Let the blocks' linears multiply in float8, in place, if a recipe's ``scaling`` says how; return the
+    names of the weights that do not fit. Raises ``BadInput`` for a GPU that has no float8.
     """
-    scaling, device = recipe.float8_scaling or "tensorwise", state.device
-    if accelerator.is_accelerator(device):
-        needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
+    if scaling is None:
+        return []
+    if accelerator.is_accelerator(state.device):
+        needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(state.device)
         expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
         require(capability >= needed, "recipe", "compute", expected, "{}.{}".format(*capability))
     return use_float8(model, scaling)

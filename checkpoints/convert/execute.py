@@ -33,11 +33,9 @@ BLOCK = 4 << 20
 Group = list[tuple[Transfer, TensorWriter]]
 
 
-class Tally(Counter[str]):
-    """Count what became of a tensor's numbers: the ``overflows`` and the ``underflows``, which a cast made
-    infinite or zero; the blocks of ``zeros`` and of ``others`` that were read; those with others ``left``
-    after a cast.
-    """
+#: What became of a tensor's numbers: how many ``overflows`` and ``underflows``, which a cast made infinite or
+#: zero; how many blocks of ``zeros`` and of ``others`` were read; those with others ``left`` after a cast.
+Tally = Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,6 @@ class Work:
         return True
 
     def _read_block(self, needed: Mapping[Key, Box]) -> dict[Key, _Read]:
-        """Read the stored numbers that the parts of a block need."""
         read = {}
         for number, (place, box) in enumerate(needed.items()):
             out = self._buffer(f"read {number}", box.shape, _dtype_of(place))
@@ -152,7 +149,6 @@ class Work:
     def _make_part(
         self, transfer: Transfer, writer: TensorWriter, part: Box, read: dict[Key, _Read], tally: Tally
     ) -> None:
-        """Write one part."""
         pieces, crc = [], None
         for whole in transfer.pieces:
             if (piece := whole.narrow(part)) is not None:
@@ -169,7 +165,6 @@ class Work:
         self.progress(numbers.nbytes)
 
     def _cast(self, numbers: Tensor, dtype: torch.dtype, tally: Tally) -> Tensor:
-        """Return the numbers in another dtype."""
         cast = self._buffer("cast", tuple(numbers.shape), dtype)
         cast.copy_(numbers)
         look = look_at(cast)
@@ -238,7 +233,6 @@ def _cut_into_blocks(group: Group, nbytes: int) -> Iterator[_Block]:
 
 
 def _dtype_of(stored: Key) -> torch.dtype:
-    """Return the type of a stored tensor."""
     return TORCH[stored.file.tensors[stored.key].dtype]
 
 

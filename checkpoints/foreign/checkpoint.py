@@ -79,10 +79,6 @@ class ForeignCheckpoint:
         if names:
             self.skipped.append(f"not read: {counted(len(names), 'entry')} {what}, such as {names[0]}")
 
-    def facts(self) -> list[str]:
-        """Return a line for each fact about the model that the checkpoint states."""
-        return [f"{name} = {argument.text} ({argument.where})" for name, argument in self.stated.items()]
-
 
 def refuse_copies(parts: Iterable[tuple[ViewFile, object]]) -> None:
     """Refuse a file that is a copy of one before it, in the place of another part of the model.

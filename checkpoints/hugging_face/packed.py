@@ -12,7 +12,7 @@ GPT-OSS's model card (2025), section 2.1.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -61,8 +61,6 @@ class PackedFile(TensorFile):
                     expected = f"the {self.other} of {key}"
                     require(name in tensors, path, name, expected, "no such tensor")
                 self._packed[key.removesuffix(self.mark)] = tensors[first], tensors[second]
-        files = (file for both in self._packed.values() for file in both)
-        self._stored_in = [*dict.fromkeys(files)]  # once: every read ahead asks for it
         views = {name: View.row_major("BF16", self.shape_of(name), 0) for name in self._packed}
         super().__init__(path, views, 0, 0, None)
 
@@ -90,12 +88,11 @@ class PackedFile(TensorFile):
             self.unpack(numbers, scales, box, out)
         return out
 
-    @property
+    @cached_property  # every read ahead asks for it
     def stored_in(self) -> Sequence[TensorFile]:
-        return self._stored_in
+        return [*dict.fromkeys(file for both in self._packed.values() for file in both)]
 
     def state(self) -> tuple[str, object, str]:
-        """Return the states of the files that hold the two."""
         return str(self.path), [file.state() for file in self.stored_in], type(self).__name__
 
 
@@ -109,7 +106,6 @@ class ScaledFile(PackedFile):
         super().__init__(path, tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a matrix, which its factors must fit."""
         numbers, scales = self._packed[name]
         entry, factors = numbers.tensors[name], scales.tensors[name + FACTORS]
         if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
@@ -150,7 +146,6 @@ class UnpackedFile(PackedFile):
     suffixes, mark, other = (BLOCKS, SCALES), BLOCKS, "scales"
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, whose scales must fit its blocks."""
         blocks, scales = self._packed[name]
         *outer, rows, groups, size = _shape(blocks, name + BLOCKS)
         if size != _BYTES or _shape(scales, name + SCALES) != (*outer, rows, groups):

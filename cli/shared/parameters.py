@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import typer
 from typer.models import ParameterInfo
 
-from ...system import BadInput, address_of
+from ...system import BadInput, address_of, nearest_names
 from .options import size_names
 
 
@@ -166,8 +165,7 @@ def check_there(name: str | Path, expected: str, names_known: Sequence[str] = ()
         if of_the_hub or path.name in ("", "..") or any(path.name in other for other in others):
             return
     names = [] if path.suffix in (".toml", ".json") else names_known
-    near = get_close_matches(str(name).lower(), names, n=3)
-    todo = f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes"
+    todo = nearest_names(str(name).lower(), names, also="`trilith models` lists the sizes")
     if not {*names} & {*size_names("")}:  # recipes alone, of which there are few
         todo = f"These come with trilith: {', '.join(names)}" if names else ""
         if names and str(name).lower() in size_names(""):

@@ -117,7 +117,6 @@ class ClampedExperts(Experts):
         declare("down_bias", (num_experts, hidden_size), partial=("tensor",))
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the experts' outputs (M, D), partial over the tensor ranks."""
         both_MF = self._products(("gate_up",), x_MD, counts)["gate_up"]
         both_MF = both_MF + _rows(local(self.gate_up_bias), counts, both_MF)
         gate_MF = both_MF[:, ::2].clamp(max=self.limit)

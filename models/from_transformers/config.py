@@ -145,7 +145,6 @@ class AdoptedConfig(ModelConfig):
         return int(getattr(self.text, "num_experts_per_tok", None) or 1)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the dict of a config.json."""
         return cast(dict[str, Any], from_json(self.raw))
 
 

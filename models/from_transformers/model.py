@@ -85,7 +85,6 @@ class Adopted(CausalLM):
         stage: Stage | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """Return logits on the last stage, hidden states on the others."""
         stage, self.hf.training = stage or self.stage, self.training
         assert ahead is None, "no multi-token prediction"
         named: dict[str, Any] = {"use_cache": False}
@@ -139,14 +138,12 @@ class Adopted(CausalLM):
             raise BadInput(kind, "attention_backend", expected="auto", found=backend, todo=why)
 
     def pin_attention(self, backend: PinnedBackend) -> None:
-        """Let ``backend`` compute all attention, if attention is ours."""
         self.check_attention(backend)
         for module in self.modules():
             vars(module)["trilith_backend"] = backend
 
     @property
     def can_cache(self) -> bool:
-        """Tell whether keys and values of earlier tokens can be kept."""
         return not self.shown.no_context
 
     @property
@@ -157,12 +154,10 @@ class Adopted(CausalLM):
 
     @property
     def head_name(self) -> str:
-        """Return the name of the output layer's weight, on the last stage."""
         weight = self.hf.get_output_embeddings().weight
         return next(name for name, parameter in self.named_parameters() if parameter is weight)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules that one stage of this rank computes with."""
         inner = {module for block in self.layers.values() for module in block.modules()}
         ends = [module for module in self.modules() if module not in inner and [*module.parameters(False)]]
         return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]
@@ -210,16 +205,13 @@ class TransformersFamily(Family):
         return super().from_hf(raw, where)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
         return file_links(self, config)
 
     def module_pieces(self, config: ModelConfig) -> dict[str, list[Piece[str]]]:
-        """Return where files with the names of transformers' modules hold each tensor of files."""
         assert isinstance(config, AdoptedConfig)
         return module_pieces(self, config)
 
     def left_out(self, config: ModelConfig, names: Collection[str]) -> set[str]:
-        """Return those of these names of no parameter in files that transformers does not read either."""
         assert isinstance(config, AdoptedConfig)
         return left_out(config, names) if names else set()
 

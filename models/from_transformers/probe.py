@@ -285,7 +285,6 @@ _OTHER_MIXERS = re.compile(
 
 
 def _why_not_ours(model: nn.Module, blocks: str, problems: Sequence[str]) -> str:
-    """Return why our attention does not compute the model's, or nothing."""
     for module in model.get_submodule(blocks).modules():
         if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"

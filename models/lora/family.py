@@ -34,7 +34,6 @@ class AdaptedFamily(Family):
     lora: LoraConfig = field(kw_only=True)
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
-        """Refuse the axes that the base refuses."""
         self.base.check_layout(config, layout)
 
     def build(

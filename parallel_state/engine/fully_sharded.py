@@ -156,17 +156,17 @@ def in_one_backward(root: FSDPModule | None) -> Iterator[None]:
     sharded module, and would cast those of some parameters to the dtype of sums and leave the rest, which it
     refuses to sum with them.
     """
-    state = None if root is None else cast(Any, root)._get_fsdp_state()
-    if state is not None:
-        state._state_ctx.post_backward_final_callback_queued = True
+    if root is None:
+        yield
+        return
+    state = cast(Any, root)._get_fsdp_state()
+    state._state_ctx.post_backward_final_callback_queued = True
     try:
         yield
     except BaseException:
-        if state is not None:  # else no later backward of the model would end
-            state._state_ctx.post_backward_final_callback_queued = False
+        state._state_ctx.post_backward_final_callback_queued = False  # else no later backward would end
         raise
-    if state is not None:
-        state._root_post_backward_final_callback()
+    state._root_post_backward_final_callback()
 
 
 class ReplicaSums:

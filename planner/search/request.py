@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
 from ...storage.small_files import read_json
-from ...system import literal
+from ...system import literal, nearest_names
 from ..device_memory import runtime_of, usable
 from ..dry_run import plan_without_weights
 from ..time import Machine
@@ -173,12 +172,12 @@ def left_as_it_is(recipe: Recipe) -> dict[str, Any]:
 def _size(model: str) -> str:
     if model.lower() not in published_sizes():
         names = [*published_sizes(), *shipped_recipes()]
-        near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
+        listed = "`trilith models` lists the sizes"
         raise BadInput(
             "plan", "MODEL",
             expected="a published size, a config.json, a Hugging Face folder or a recipe",
             found=literal(model),
-            todo=f"Nearest: {', '.join(near)}; " * bool(near) + "`trilith models` lists the sizes",
+            todo=nearest_names(model.lower(), names, cutoff=0.4, also=listed),
         )  # fmt: skip
     return published_size(model).name
 

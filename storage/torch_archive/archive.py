@@ -26,8 +26,6 @@ from ..strides import View
 from .pickle_records import Maker, Name, OrderedDict, read_records
 from .view_file import ViewFile, ZipEntry
 
-#: The most bytes of an archive's pickle.
-_MOST_BYTES = 64 << 20
 _ZIP, _TAR_NAME, _PICKLE = b"PK", b"./", b"\x80"
 #: The format's names of types, by those that pickles have.
 DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
@@ -43,7 +41,7 @@ _STORAGES = {
 _END, _LOCATOR_64, _CENTRAL, _LOCAL = b"PK\x05\x06", b"PK\x06\x07", b"PK\x01\x02", b"PK\x03\x04"
 #: Bytes of the end, of what stands before it in an archive of 64 bits, and of an entry's own header.
 _END_SIZE, _END_64_SIZE, _LOCAL_SIZE = 22, 56 + 20, 30
-#: The most entries, and bytes of their directory.
+#: The most entries, and the most bytes of their directory and of an archive's pickle.
 _MOST_ENTRIES, _MOST_BYTES = 200_000, 64 << 20
 
 

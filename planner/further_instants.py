@@ -1,0 +1,106 @@
+"""Note what a rank holds beside whole backwards: in forwards, in the second part of a backward in two, which
+computes the gradients of weights, and at the end of a step, where partial gradients are summed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..simulation.trace import Trace
+from .stage_costs import StageBytes
+
+if TYPE_CHECKING:
+    from .rank_walk import RankWalk
+
+
+def note_first_forward(walk: RankWalk, stage: StageBytes) -> None:
+    """Note the forward of a step's first micro-batch, in which ZeRO 1 and 2 gather the weights."""
+    if walk.zero in (1, 2) and stage.runs:
+        walk.dropped = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+        walk.missing, walk.resident, walk.now = walk.gradients.persistent, stage.kept, stage.kept
+        prefetched = walk.parameters.most("unsharded") * walk.itemsize
+        walk.note(_in_last_block(walk, stage) + prefetched)
+
+
+def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
+    """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
+    zero3, block = walk.zero == 3, stage.runs[0].trace if stage.runs else Trace()
+    # FSDP keeps the buffer of an all-gather until it has started the next one.
+    received = max(block.experts, block.weights - block.experts)
+    walk.note(_in_last_block(walk, stage) + zero3 * (block.weights + received))
+    for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
+        # FSDP has prefetched the last of them for a backward that does not come, and holds the buffer in
+        # which it received the block before.
+        forward = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
+        walk.note(walk.work.between_blocks - stage.kept + forward + zero3 * 3 * stage.largest)
+
+
+def _in_last_block(walk: RankWalk, stage: StageBytes) -> float:
+    """Return the most bytes beside the kept ones in the forward of a stage's last block, in which the output
+    of the stage is not there yet, and after it.
+    """
+    run = next((run for run in stage.runs if run.piece in stage.stage.blocks.values()), None)
+    forward = 0 if run is None else max(run.piece.plain.forward, walk.work.between_blocks)
+    return max(forward - stage.exit - stage.output, 0 if walk.pipelined else stage.logits)
+
+
+def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> None:
+    """Note the instants of a second part. ``place``: of its stage on the rank; ``exit``: the trained elements
+    of the root that it computes the gradients of; ``last``: whether it is the last one of its stage.
+
+    Its pieces run from the first block on. The graph of the later ones keeps what no weight's gradient is
+    computed from (``Trace.freed``).
+    """
+    gradients, stage = walk.gradients, walk.stages[place]
+    computed, trained = gradients.of_stages[place].unsharded, gradients.of_stages[place].trained
+    zero3, largest, first = walk.zero == 3, walk.parameters.most("trained"), place in walk.absent
+    walk.now += computed * walk.itemsize * zero3
+    before, missing = walk.now, walk.missing
+    walk.note(max(walk.parameters.root.unsharded, walk.parameters.most("unsharded")) * walk.itemsize * zero3)
+    start, gradients_so_far, adds = walk.now, 0.0, gradients.accumulates
+    for piece, number, block in stage.in_two:
+        part, grads = piece.second_part, piece.plain.gradients * (not adds)
+        most = part.second_with_gradient if adds and not first else part.second_with_gradients
+        for index in {0, number - 1}:
+            walk.now = start - index * part.freed
+            walk.note(gradients_so_far + index * grads + most)
+        start -= number * part.freed
+        gradients_so_far += number * grads
+        if first and adds and block >= 0:
+            walk.missing -= number * gradients.persistent_of(walk.parameters.group(block))
+    walk.now = before - (stage.halfway + stage.kept)
+    gradients_so_far = (trained + exit) * walk.itemsize
+    summing = last and gradients.in_last
+    if not (gradients.in_each or summing or adds):
+        walk.note(gradients_so_far)
+    if first:
+        walk.missing = missing - gradients.persistent_of(gradients.of_stages[place])
+        # The persistent gradients of the root come from FSDP's reduction.
+        walk.missing -= 0 if gradients.in_each else walk.root_part
+    if gradients.in_each:
+        walk.buffer = 0.0
+        walk.note(gradients_so_far + largest * walk.work.reduce)
+        if exit:
+            walk.now -= computed * walk.itemsize * zero3
+            walk.root_sum = 0.0
+            walk.note(gradients.root_reduction_peak())
+    elif summing:
+        waits = 0 if adds else gradients_so_far - largest * walk.itemsize
+        # FSDP reduces copies of gradients that it cuts along another dim, and the last gradient stays beside.
+        last_gradient = walk.parameters.most("largest") * gradients.sum_itemsize * (walk.recut > 0)
+        walk.note(waits + largest * walk.work.reduce + last_gradient)
+    elif not adds:
+        walk.note(walk.parameters.most("largest") * walk.itemsize)
+
+
+def note_end(walk: RankWalk) -> None:
+    """Note the bytes while partial gradients, which are copied together, are summed over tensor ranks or over
+    the ends of a pipeline. With offload they are on the host.
+    """
+    total, work, gradients = walk.parameters.every, walk.work, walk.gradients
+    partial = 0 if work.offload else max(total.partial, total.ends)
+    if partial:
+        walk.now = walk.resident = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+        walk.dropped = 0.0 if gradients.without_fsdp else walk.gathered
+        walk.missing = gradients.persistent - gradients.reduced(total)
+        walk.note(partial * (work.master + work.reduce * (work.reduce > work.master)))
