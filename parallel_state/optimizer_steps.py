@@ -87,7 +87,8 @@ def _refuse_own_skips(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.
             shared_by = 1 if group is None else group.size()
             require(
                 shared_by == layout.world, f"{type(optimizer).__name__}.step", type(scaler).__name__,
-                f"a decision to skip of {counted(layout.world, 'rank')}", f"one of {counted(shared_by, 'rank')}",
+                f"a decision to skip of {counted(layout.world, 'rank')}",
+                f"one of {counted(shared_by, 'rank')}",
                 "Take torch's ShardedGradScaler and an optimizer with fused=False, or Update",
             )  # fmt: skip
 
