@@ -113,10 +113,8 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
             "it states nothing about the model, so only names and shapes are compared with the config: "
             "a wrong number of attention heads, for example, is not noticed"
         )
-    elif "sliding_window" not in checkpoint.stated and getattr(config, "sliding_window", None):
-        checkpoint.skipped.append(
-            f"it states no window: the config's is taken, {config.sliding_window} tokens"
-        )
+    elif "sliding_window" not in checkpoint.stated and (window := getattr(config, "sliding_window", None)):
+        checkpoint.skipped.append(f"it states no window: the config's is taken, {window} tokens")
     for name, argument in checkpoint.stated.items():
         no_choice = config.HARMLESS.get(name, ())  # the family's own value comes first
         if not hasattr(config, name) and not no_choice and name != "sliding_window":  # absent: no window
