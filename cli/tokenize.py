@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,13 @@ def index_files(
     context: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
 ) -> None:
     """Write an index for each file of ``inputs``, and print the recipe's lines for more than one."""
-    from ..data.foreign_tokens import datatrove_files, index_tokens, outputs_of, read_datatrove
+    from ..data.foreign_tokens import (
+        datatrove_files,
+        index_tokens,
+        indexed_before,
+        outputs_of,
+        read_datatrove,
+    )
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..recipes.recipe_text import to_toml
@@ -44,22 +50,19 @@ def index_files(
             "tokenize", "INPUT", expected="files with different names", found=f"two called {twice.name}",
             todo="Give each its own --out",
         )  # fmt: skip
+    facts: dict[str, Any] = {
+        "vocab_size": loaded.vocab_size, "eos_id": loaded.eos_id, "tokenizer_fingerprint": loaded.fingerprint,
+    }  # fmt: skip
     lines = []
     with ExitStack() as unless_all:  # files that a later one's refusal takes away again
         for name, foreign in zip(names, files, strict=True):
             outputs = outputs_of(foreign, name)
-            with byte_progress(str(name), 0 if quiet else foreign.size) as advance:
-                file = index_tokens(
-                    foreign,
-                    name,
-                    vocab_size=loaded.vocab_size,
-                    eos_id=loaded.eos_id,
-                    bos_id=loaded.bos_id,
-                    tokenizer_fingerprint=loaded.fingerprint,
-                    on_progress=advance,
-                )
-            for path in reversed(outputs):
-                unless_all.callback(path.unlink, missing_ok=True)
+            file = indexed_before(foreign, name, **facts) if len(files) > 1 else None
+            if file is None:
+                with byte_progress(str(name), 0 if quiet else foreign.size) as advance:
+                    file = index_tokens(foreign, name, bos_id=loaded.bos_id, on_progress=advance, **facts)
+                for path in reversed(outputs):
+                    unless_all.callback(path.unlink, missing_ok=True)
             index = file.index
             start = "no start token" if index.bos_id is None else f"the start token, id {index.bos_id}"
             documents = counted(index.documents, "document")

@@ -110,6 +110,18 @@ def index_tokens(
         staging.abandon()
 
 
+def indexed_before(foreign: ForeignTokens, out: Path, **facts: object) -> TokenFile | None:
+    """Return the token file ``out`` if it is complete and around these ids, with these facts in its index: a
+    command for several files that was killed goes on behind it.
+    """
+    paths = TokenPaths.of(out)
+    if not (paths.index.exists() and paths.tokens.exists() and paths.tokens.samefile(foreign.path)):
+        return None
+    file = TokenFile.open(out)
+    same = all(getattr(file.index, name) == fact for name, fact in facts.items())
+    return file if same and np.array_equal(file.documents, foreign.offsets) else None
+
+
 def outputs_of(foreign: ForeignTokens, out: Path) -> list[Path]:
     """Return the files that the token file ``out`` may have beside these ids, the index first."""
     paths = TokenPaths.of(out)

@@ -71,14 +71,14 @@ class Phi3Config(PartialRotaryConfig):
     ``original_max_position_embeddings`` is where longrope changes its factors, wherever a config has it.
     """
 
-    FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
+    #: No dropout behind the embedding: transformers and Microsoft's code compute none.
+    FIXED: ClassVar[Fixed] = {**dict.fromkeys(("attention_bias", "mlp_bias"), NO), "embd_pdrop": ZERO}
     UNPADDED: ClassVar[bool] = True
 
     max_position_embeddings: Whole = 4096
     original_max_position_embeddings: Whole = 4096
     rms_norm_eps: Epsilon = 1e-5
     residual_dropout: DropoutRate = key("resid_pdrop", default=0.0)
-    embd_pdrop: DropoutRate = 0.0
     sliding_window: Whole | None = None
 
     @classmethod
@@ -99,6 +99,4 @@ class Phi3Block(DropoutBlock):
     """
 
 
-PHI3 = Family(
-    "phi3", "Phi3ForCausalLM", Phi3Config, decoder(Phi3Block, embedding_dropout="embd_pdrop"), PHI3_NAMES
-)
+PHI3 = Family("phi3", "Phi3ForCausalLM", Phi3Config, decoder(Phi3Block), PHI3_NAMES)

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..layers import AttentionInputs
+from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.keys import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
@@ -42,8 +42,8 @@ class StableLmConfig(PartialRotaryConfig):
 class StableLmBlock(LlamaBlock):
     """Compute a block of StableLM.
 
-    x = x + attention(attention_norm(x))    * LayerNorm; heads partly rotated, some normalised
-    x = x + mlp(mlp_norm(x))                * or both branches side by side, after attention_norm
+    x = x + attention(attention_norm(x))     * LayerNorm; heads partly rotated, some normalised
+    x = x + dropout(mlp(mlp_norm(x)))        * or both branches side by side, after attention_norm
     """
 
     make_norm = staticmethod(layer_norm)
@@ -51,17 +51,17 @@ class StableLmBlock(LlamaBlock):
     def __init__(self, cfg: StableLmConfig, number: int, state: ParallelState) -> None:
         norm = head_layer_norm(cfg, state) if cfg.qk_layernorm else None
         super().__init__(cfg, number, state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
-        self.parallel = cfg.use_parallel_residual
+        self.dropout, self.parallel = Dropout(cfg.hidden_dropout, state=state), cfg.use_parallel_residual
         if self.parallel:
             del self.mlp_norm
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         y_BSD = self.attention_norm(x_BSD)
         if self.parallel:
-            x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+            x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.dropout(self.mlp(y_BSD))
             return x_BSD
         x_BSD = x_BSD + self.attention(y_BSD, inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
 

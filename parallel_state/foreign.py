@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..system import counted
 from ..system.errors import BadInput
@@ -53,19 +54,24 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
 
 def refuse_replaced(model: nn.Module, layout: Layout, where: str) -> None:
     """Refuse what a parametrization, or pruning, trains in the place of a parameter that is declared as cut,
-    partial or of both ends: it is not declared, and would pass for whole on every rank.
+    partial or of both ends: it is not declared, and would pass for whole on every rank. If it is declared,
+    its norm would be that of a piece.
     """
     for path, module in model.named_modules():
         declared: Mapping[str, Declaration] = vars(module).get("declared", {})
-        for leaf in declared.keys() - module._parameters.keys():
+        parametrized = isinstance(module, ParametrizationList)
+        for leaf in declared.keys() - (() if parametrized else module._parameters.keys()):
             declaration = declared[leaf]
             over_tensor = layout.tensor > 1 and (declaration.cut or declaration.partial)
             over_pipeline = layout.pipeline > 1 and declaration.ends
             if over_tensor or over_pipeline or (layout.expert > 1 and declaration.experts):
                 raise BadInput(
-                    where, f"{path}.{leaf}".strip("."), expected="the parameter that is declared",
-                    found="none", todo="A parametrization trains others: compute with it in forward instead",
-                )  # fmt: skip
+                    where,
+                    f"{path}.{leaf}".strip("."),
+                    expected="the parameter that is declared",
+                    found="that of a parametrization" if parametrized else "none",
+                    todo="A parametrization trains others: compute with it in forward instead",
+                )
 
 
 def _refuse_added(model: nn.Module, where: str) -> None:

@@ -1,15 +1,19 @@
 """Let the optimizers that step here update what this rank stores, and refuse what would silently give other
-numbers than one process: updates that need whole parameters, and hooks of parameters that no backward calls.
+numbers than one process: updates that need whole parameters, hooks of parameters that no backward calls, and
+a ``GradScaler`` whose ranks would skip different steps.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..system import counted
 from ..system.errors import require
 from .declaration import declarations
 from .engine import is_dtensor, local_data
@@ -30,6 +34,7 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any
             refuse_lost_hooks(model, f"{type(optimizer).__name__}.step")
     if isinstance(optimizer, _OF_WHOLE):
         _refuse_parts(optimizer, parameters)
+    _refuse_own_skips(optimizer, parameters)
     update_stored(optimizer)
 
 
@@ -59,6 +64,33 @@ def _refuse_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Para
             (of_all and len(meshes) > 1, "all parameters on one mesh", f"{len(meshes)} meshes"),
         ):
             require(not refused, f"{kind}.step", name, expected, actual, todo)
+
+
+def _refuse_own_skips(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a ``GradScaler`` that skips a step by gradients of this rank alone.
+
+    Operators on DTensors decide for all ranks of their mesh: stages, ranks with other experts, and those with
+    other pieces in plain tensors remain.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    if frame is None or not (scaler := frame.f_locals["self"]).is_enabled():
+        return
+    plain, own = not all(map(is_dtensor, parameters)), {*parameters}
+    for model, state in MODELS.items():
+        layout = state.layout
+        apart = layout.pipeline > 1 or layout.expert > 1 or (layout.tensor > 1 and plain)
+        if apart and not own.isdisjoint(model.parameters()):
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            group = None if fused else getattr(scaler, "process_group", None)
+            shared_by = 1 if group is None else group.size()
+            require(
+                shared_by == layout.world, f"{type(optimizer).__name__}.step", type(scaler).__name__,
+                f"a decision to skip of {counted(layout.world, 'rank')}",
+                f"one of {counted(shared_by, 'rank')}",
+                "Take torch's ShardedGradScaler and an optimizer with fused=False, or Update",
+            )  # fmt: skip
 
 
 def watch_steps(after: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from secrets import token_hex
+from typing import Self
 
 from ..parallel_state import BadInput, ParallelState, together
 from ..storage.disk import FileLock, try_lock
@@ -60,6 +61,42 @@ def only_run_in(folder: Path, state: ParallelState, *, patience: float | None = 
             return token_hex(8)
 
         yield together(take, state)[0]
+
+
+class LockWatch:
+    """See in the block whether the lock of a run's folder is still its own: who removes the folder, even to
+    make it anew, removes the lock too. Only the ``holder`` looks, and only if there is a lock.
+    """
+
+    def __init__(self, folder: Path, *, holder: bool) -> None:
+        self._folder, self._locks = folder, ExitStack()
+        self._own = _status(_file(folder)) if holder else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def lost(self) -> bool:
+        """Tell whether another run may have the folder; where there is no lock, take it again."""
+        if self._own is None:
+            return False
+        status = _status(_file(self._folder))
+        if status is None:
+            make_folder(self._folder)
+            if (lock := FileLock.take(_file(self._folder))) is None:
+                return True
+            self._locks.callback(lock.release)
+            self._own = status = os.fstat(lock.fd)
+        return not os.path.samestat(self._own, status)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
 
 
 def inherits_lock(folder: Path) -> bool:

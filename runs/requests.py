@@ -137,27 +137,29 @@ class Requests:
     """Hold what was asked of any rank.
 
     ``stop``: 0, or a number that ``why_stopped`` puts into words. ``failed``: a save in the background did.
+    ``lost``: another run may have the folder.
     """
 
     stop: int
     save: bool
     kill: bool
     failed: bool
+    lost: bool
 
 
 def agree_on_requests(
-    signals: StopSignals, switches: Switches, state: ParallelState, *, failed: bool, memory: int
+    signals: StopSignals, switches: Switches, state: ParallelState, *, failed: bool, lost: bool, memory: int
 ) -> tuple[Requests, int]:
     """Return what was asked of any rank, and the largest ``memory`` of a rank, by one reduction.
 
     Signals and errors reach ranks at different moments. Collective over all ranks.
     """
     asked = signals.asked(state.rank) or switches.on(Switches.stop)
-    numbers = [asked, switches.on(Switches.save), switches.on(Switches.kill), failed, memory]
+    numbers = [asked, switches.on(Switches.save), switches.on(Switches.kill), failed, lost, memory]
     if state.layout.world > 1:
         largest = torch.tensor(numbers, dtype=torch.int64)
         # Not over the group of the files: a save in the background may be using it.
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         numbers = largest.tolist()
-    stop, save, kill, any_failed, most_memory = numbers
-    return Requests(stop, bool(save), bool(kill), bool(any_failed)), most_memory
+    stop, *others, most_memory = numbers
+    return Requests(stop, *map(bool, others)), most_memory

@@ -11,12 +11,21 @@ import torch
 
 from ..checkpoints import Progress, Saver, begin_moments, load, newest_of_run, restore_if_none
 from ..data.batches import MicroBatches
-from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
+from ..parallel_state import (
+    CollectiveOrder,
+    NotTrained,
+    ParallelState,
+    PeerFailed,
+    fault,
+    initialize,
+    seed_of,
+)
 from ..parallel_state.engine import accelerator
 from ..recipes.recipe import Recipe
 from ..runs.guard import report_error_before_cleanup
 from ..runs.heartbeat import Heartbeat
 from ..runs.launch import device_words
+from ..runs.lock import LockWatch
 from ..runs.metrics import StepMetrics, memory_used
 from ..runs.requests import Killed, Preempted, Requests, StopSignals, Switches, agree_on_requests, why_stopped
 from ..runs.terminal import Terminal
@@ -113,6 +122,7 @@ class Trainer:
             self._comparing(),
             self.callbacks.running(self, start),
             self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batches,
+            LockWatch(self.out, holder=self.first) as lock,
             self._saver(start) as saver,
             nullcontext() if self.beat is None else report_error_before_cleanup(self.beat),
         ):
@@ -126,7 +136,7 @@ class Trainer:
                     updated = self._update(number, result)
                 requests, memory = agree_on_requests(
                     self.signals, self.switches, self.state,
-                    failed=saver.failed, memory=memory_used(self.state.device),
+                    failed=saver.failed, lost=lock.lost(), memory=memory_used(self.state.device),
                 )  # fmt: skip
                 collect_garbage(number == start or (number + 1) % GARBAGE_EVERY == 0)
                 after_step(self._note(number, updated, memory))
@@ -190,6 +200,8 @@ class Trainer:
 
     def _act_on(self, requests: Requests, done: int, stop: int, saver: Saver) -> None:
         """Save, stop or end after ``done`` steps if that was asked for, or its turn has come."""
+        if requests.lost:
+            raise PeerFailed(f"{self.out}: removed while the run went on, and another run may have it now")
         if requests.failed:
             saver.wait()
         saver.poll()

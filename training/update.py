@@ -26,8 +26,10 @@ class LossScale:
 
     It depends only on numbers that are equal on every rank, so ranks need not agree on it. A power of two
     changes no bit of a gradient that neither overflows nor underflows. Without it fp16 gradients partly
-    underflow to zero. ``section``: the recipe's numbers. Source: Micikevicius et al. 2018, section 3.2; the
-    numbers are torch's ``GradScaler``'s.
+    underflow to zero. Near its limit a layout may skip a step that another takes, as torch's and Megatron's:
+    a rank's fp16 product is over its own tokens (context, sequence) or features (tensor), and the sum over
+    ranks is in ``reduce``. ``section``: the recipe's numbers. Source: Micikevicius et al. 2018, section 3.2;
+    the numbers are torch's ``GradScaler``'s.
     """
 
     def __init__(self, section: LossScaleSection | None = None) -> None:

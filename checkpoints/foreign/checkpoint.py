@@ -109,13 +109,22 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
             "it states nothing about the model, so only names and shapes are compared with the config: "
             "a wrong number of attention heads, for example, is not noticed"
         )
+    elif "sliding_window" not in checkpoint.stated and (window := getattr(config, "sliding_window", None)):
+        checkpoint.skipped.append(f"it states no window: the config's is taken, {window} tokens")
     for name, argument in checkpoint.stated.items():
         no_choice = config.HARMLESS.get(name, ())  # the family's own value comes first
         if not hasattr(config, name) and not no_choice and name != "sliding_window":  # absent: no window
             continue
         ours: Any = getattr(config, name, next(iter(no_choice), None))
         if name == "rope_scaling" and not isinstance(argument.value, bool):
-            ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
+            scaling = () if ours is None else (ours.rope_type, ours.factor)
+            if scaling[:1] == ("llama3",):
+                scaling += (
+                    ours.low_freq_factor,
+                    ours.high_freq_factor,
+                    ours.original_max_position_embeddings,
+                )
+            ours = scaling or "no scaling"
         expected = f"{argument.text}, as {argument.where} says"
         todo = "The config is of another model than the checkpoint"
         require(_same(argument.value, ours), where, name, expected, ours, todo)

@@ -173,7 +173,9 @@ class Arguments:
             facts["rotary_dim"] = ("rotary_percent", int(self.kv_channels * share))
         linear = self.rotary_seq_len_interpolation_factor
         if self.use_rope_scaling:
-            facts["rope_scaling"] = ("use_rope_scaling", ("llama3", self.rope_scaling_factor or 8.0))
+            # All but the factor is written in megatron-core's code (RotaryEmbedding._apply_scaling).
+            scaling = "llama3", self.rope_scaling_factor or 8.0, 1.0, 4.0, 8192
+            facts["rope_scaling"] = ("use_rope_scaling", scaling)
         elif linear not in (None, 1):
             facts["rope_scaling"] = ("rotary_seq_len_interpolation_factor", ("linear", linear))
         elif self.use_rope_scaling is not None:

@@ -54,6 +54,8 @@ class _Rank:
     tensor: int
     pipeline: int
     expert: int
+    #: Its number among all ranks, as its file states it.
+    number: int | None
     #: Tensors by their names in the file, for each virtual stage.
     models: list[dict[str, View]] = field(default_factory=list)
 
@@ -98,7 +100,8 @@ def read(path: Path) -> ForeignCheckpoint:
             first, checkpoint.stated, checkpoint.step = arguments, arguments.stated(), step
         todo = "The ranks' files are not of one checkpoint: copy all of them again"
         require(step == checkpoint.step, file, "iteration", checkpoint.step, step, todo)
-        rank = _Rank(views, *_coordinates(matched, arguments, file))
+        number = arguments.rank if type(arguments.rank) is int else None
+        rank = _Rank(views, *_coordinates(matched, arguments, file), number)
         models = [match for key in value if isinstance(key, str) and (match := _MODEL.fullmatch(key))]
         for match in sorted(models, key=lambda match: int(match[1] or 0)):  # model10 comes behind model9
             tensors, unread = _flat(value[match[0]], file)
@@ -142,7 +145,9 @@ def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tupl
 
 
 def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None:
-    """Refuse a folder in which a rank is missing, or ranks hold different numbers of virtual stages."""
+    """Refuse a folder in which a rank is missing or in another's place, or ranks hold different numbers of
+    virtual stages.
+    """
     tensor = arguments.size("tensor_model_parallel_size")
     pipeline = arguments.size("pipeline_model_parallel_size")
     present = {(rank.tensor, rank.pipeline) for rank in ranks}
@@ -152,6 +157,12 @@ def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None
             expected = f"{tensor} tensor ranks of {pipeline} pipeline ranks"
             actual = f"one without {_FILES[0]}" if (folder / name).is_dir() else "no such folder"
             raise BadInput(folder, name, expected=expected, found=actual, todo="Copy the ranks of all hosts")
+    numbers = {rank.number: rank for rank in ranks if rank.number is not None}
+    stages = [numbers[number].pipeline for number in sorted(numbers)]
+    for number, rank in numbers.items() if len(numbers) == len(ranks) else ():  # converters write 0 into each
+        right = number % tensor == rank.tensor and stages == sorted(stages)
+        expected, todo = f"a rank at {rank.file.path.parent.name}", "Ranks are exchanged: copy them again"
+        require(right, rank.file.path, "args.rank", expected, number, todo)
     if len({len(rank.models) for rank in ranks}) > 1 or not ranks[0].models:
         counts = ", ".join(str(len(rank.models)) for rank in ranks)
         raise BadInput(folder, expected="as many models in every rank's file", found=counts)

@@ -137,6 +137,8 @@ def test_a_folder_of_datatrove_is_a_mixture_by_size(tmp_path, capsys):
 
 
 def test_a_blend_becomes_token_files_and_weights(tmp_path, capsys):
+    """Also after a kill behind the first of them."""
+    assert index(FIXTURES / "int32", tmp_path / "blend" / "int32") == 0
     words = ["0.3", str(FIXTURES / "int32"), "0.7", str(FIXTURES / "uint16.bin")]
     assert run(["tokenize", *words, *TOKENIZER, "--out", str(tmp_path / "blend"), "--from", "megatron"]) == 0
     told = capsys.readouterr().out

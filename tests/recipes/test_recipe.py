@@ -116,6 +116,7 @@ def refused_model(why, model, says):
 
 ROW = r"data\.sequence_length"
 GPIPE = "layout.pipeline=2 layout.schedule=gpipe"
+SCALE = {"loss_scale.minimum": 2}
 ROW_OF_30 = "data.sequence_length=30"
 LLAMA_1B = {"size": "llama-3.2-1b"}
 UNREAD = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
@@ -161,7 +162,7 @@ test_a_bad_recipe_is_refused = refusals(
     refused("masters", "compute=float16 dtype=bfloat16", "dtype: .* with compute = float16, found bfloat16"),
     *(
         refused(f"{key} alone", f"{key}={text}", f"{key}: expected .* beside it, found")
-        for key, text in (("memory.checkpoint_every", 2), ("watch.activation_norms", "true"))
+        for key, text in {"memory.checkpoint_every": 2, "watch.activation_norms": "true", **SCALE}.items()
     ),
     refused("loss", f"memory.loss_chunk=64 {GPIPE}", "loss_chunk: .* 0 with layout.schedule=gpipe, or 1f1b"),
     # As other trainers write them.

@@ -1,16 +1,20 @@
 """Steps of torch's optimizers: in every layout the numbers of one process, or a refusal."""
 
 import inspect
+import math
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+from support.refusals import refusal_of
 from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 from trilith.layers import ColumnParallelLinear, RowParallelLinear, Stage, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Cut, Layout, ParallelState, declare, initialize
-from trilith.parallel_state.engine import is_dtensor, tensors_in
+from trilith.parallel_state.engine import is_dtensor, local_data, tensors_in
 from trilith.parallel_state.engine.autograd_and_compiler import TorchDispatchMode
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
@@ -71,13 +75,19 @@ class Updates(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stepped(kind, options, own, state):
-    """Take three steps whose gradients follow from the weights; the second has its moments already."""
+def made(own, state):
+    """Return this rank's part of a model with its weights."""
     blocks = Stage.of(2, state=state).blocks
     model = nn.Module()
     model.blocks = nn.ModuleDict({str(block): Block(own, state) for block in blocks})
     shard_over_data(model.double(), state, Precision(*[torch.float64] * 3))
     initialize(model, 1, state=state)
+    return model
+
+
+def stepped(kind, options, own, state):
+    """Take three steps whose gradients follow from the weights; the second has its moments already."""
+    model = made(own, state)
     trained = [parameter for parameter in model.parameters() if kind != "Muon" or parameter.ndim == 2]
     optimizer = getattr(torch.optim, kind)(trained, lr=0.05, **options)
 
@@ -130,3 +140,35 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(where):
             torch.testing.assert_close(
                 whole[name], weight, rtol=0, atol=1e-10, msg=f"{kind} {options} {name}"
             )
+
+
+def scaled(layout, scaler, fused, refused):
+    """Return the refusal of a step, or whether one moved a weight here after an overflow of rank 0 alone."""
+    state = ParallelState.start(layout)
+    model = made(True, state)
+    parameters = [one for one in model.parameters() if is_dtensor(one) == (layout.zero > 0)]
+    optimizer, scaler = torch.optim.SGD(parameters, 1.0, fused=fused), scaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.ones_like(parameter)
+        local_data(parameter.grad).fill_(1.0 if refused or state.rank or number else math.inf)
+    before = [local_data(parameter).clone() for parameter in parameters]
+    if refused:
+        return refusal_of(lambda: scaler.step(optimizer))
+    scaler.step(optimizer)
+    return not all(map(torch.equal, before, map(local_data, parameters)))
+
+
+ALONE = "SGD.step: GradScaler: expected a decision to skip of 2 ranks, found one of 1 rank. Take torch's S"
+
+
+@pytest.mark.parametrize(("layout", "scaler", "fused", "refused"), [
+    (Layout(pipeline=2), GradScaler, False, ALONE),
+    (Layout(pipeline=2), ShardedGradScaler, True, ALONE.replace("step: ", "step: Sharded")),
+    (Layout(pipeline=2), ShardedGradScaler, False, None),
+    (Layout(tensor=2), GradScaler, False, ALONE),
+    (Layout.of(data=2, zero=3), GradScaler, True, None),
+], ids=str)  # fmt: skip
+def test_ranks_skip_the_same_steps_under_a_scaler_of_torch_or_it_is_refused(layout, scaler, fused, refused):
+    for outcome in run_parallel(scaled, 2, layout, scaler, fused, refused):
+        assert outcome.startswith(refused) if refused else not outcome, outcome

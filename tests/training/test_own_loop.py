@@ -36,9 +36,11 @@ from trilith.layers import (
     find_blocks,
 )
 from trilith.parallel_state import (
+    Cut,
     Layout,
     ParallelState,
     clip_gradients,
+    declare,
     finalize_gradients,
     initialize,
     local,
@@ -240,6 +242,7 @@ REPLACED = "^model: weight: expected the parameter that shard_over_data has shar
 UNFIT = {
     "parametrized": "finalize_gradients: cut.weight: expected the parameter that is declared, found none",
     "normalized": "shard_over_data: cut.weight: expected the parameter that is declared, found none",
+    "normalized piece": "parametrizations.weight.original1: expected .* is declared, found that of a param",
     "replaced": REPLACED,
     "replaced, then called": REPLACED,
     "called alone": "shard_over_data: cut: expected a call within the model's forward, .* found a call",
@@ -269,6 +272,8 @@ def unfit(what, layout):
     model = Unfit(what, state)
     if what == "normalized":
         weight_norm(model.cut)
+    elif what == "normalized piece":
+        declare(weight_norm(model).parametrizations.weight, "original1", cut=Cut(1), state=state)
     later = {"hook afterwards", "hook, then a step", "passed by", "added afterwards", "parametrized", *USES}
     if what not in later:
         return refusal_of(lambda: shard_over_data(model, state, Precision()))
@@ -290,9 +295,10 @@ def unfit(what, layout):
 
 
 @pytest.mark.parametrize(("what", "layout"), [
-    *((what, layout) for what in [*UNFIT][2:] for layout in (Layout.of(data=2), ZERO_3)),
+    *((what, layout) for what in [*UNFIT][3:] for layout in (Layout.of(data=2), ZERO_3)),
     ("parametrized", Layout(tensor=2)), ("normalized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
     ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
+    ("normalized piece", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
     """Hooks and sums would be left out silently; FSDP raises at the first forward for two dtypes."""

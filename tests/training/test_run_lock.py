@@ -3,22 +3,27 @@
 import json
 import os
 import re
+import shutil
 import signal
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from support.forked_launch import forget_the_launcher
 from support.kills import Campaign, wait_for
+from support.short_runs import tiny_recipe, trainer_of
 from trilith.cli.app import run
 from trilith.cluster import job as job_module
 from trilith.cluster.job import EXCLUDED_NODES
-from trilith.parallel_state import BadInput, ParallelState
+from trilith.parallel_state import BadInput, ParallelState, PeerFailed
 from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
 from trilith.runs.requests import Switches
+from trilith.storage.disk import FileLock
+from trilith.storage.file_names import holds_steps
 from trilith.system.process_end import leave
-from trilith.testing import run_fresh
+from trilith.testing import run_fresh, run_parallel
 
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
 
@@ -128,6 +133,35 @@ def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said_and_no_ot
         assert {path.name for path in (tmp_path / "status").iterdir()} == others
     with only_run_in(tmp_path, ParallelState.alone()) as again:
         assert run != again
+
+
+def run_in_a_removed_folder(raw, taken):
+    """Remove the folder after a step, and take its lock; return how the run ends, and if it has a lock."""
+    trainer, locks, again = trainer_of(raw), ExitStack(), []
+
+    def remove(metrics):
+        if trainer.first and metrics.step == 0:
+            shutil.rmtree(trainer.out)
+            locks.enter_context(lock_folder(trainer.out) if taken else nullcontext())
+        elif trainer.first:
+            again.append(FileLock.take(trainer.out / "run.lock") is None)
+
+    with locks, only_run_in(trainer.out, trainer.state):
+        try:
+            trainer.run(remove)
+        except PeerFailed as error:
+            return str(error)
+    return again, holds_steps(trainer.out / "checkpoints")
+
+
+def test_who_removes_a_run_s_folder_leaves_it_a_lock_or_ends_it_for_another(tmp_path, tokens):
+    alone, other = (
+        tiny_recipe(tmp_path / name, tokens, layout={"tensor": 2}, steps=3) for name in ("alone", "other")
+    )
+    assert run_parallel(run_in_a_removed_folder, 2, alone, False) == [([True, True], True), ([], True)]
+    for line in run_parallel(run_in_a_removed_folder, 2, other, True):
+        assert line == f"{other['out']}: removed while the run went on, and another run may have it now"
+    assert not holds_steps(tmp_path / "other" / "checkpoints")
 
 
 def enter_alone(folder):

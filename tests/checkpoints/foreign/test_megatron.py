@@ -109,6 +109,8 @@ BY_HAND = {
     "a stage without experts": (expert_ranks_without_experts, ""),
     "norms that differ": (norms_that_differ, ": the first rank's copy is taken of 1 tensor which"),
 }
+WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+MISTRAL = replace(LLAMA, config=LLAMA.config | WINDOW)
 DEEP = sized(LLAMA, 24)
 STAGES = source_of(lambda folder: write_stages(folder / STEP, DEEP), DEEP)
 EXPERTS = source_of(lambda folder: write_experts(folder / STEP, MODELS["mixtral"], 2), MODELS["mixtral"])
@@ -118,6 +120,7 @@ test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_
       for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")),
     *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
     RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
+    RoundTrip("no word of a window", source_of(run_folder, MISTRAL), ["--to hf"], "config's is taken, 8"),
     RoundTrip("twelve virtual stages", STAGES, ["--to hf"]),
 )  # fmt: skip
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_by_hand import BRIDGE, config_of, shared_dicts, unpacked, whole, write_dist, write_legacy
+from megatron_by_hand import (
+    BRIDGE,
+    config_of,
+    shared_dicts,
+    unpacked,
+    whole,
+    write_dist,
+    write_legacy,
+    write_stages,
+)
 from megatron_models import MODELS
 from support.damage import flip_bit
 from support.refusals import Refused, refusals
@@ -71,6 +80,24 @@ def edited(rank, change):
         torch.save(state, path)
 
     return write
+
+
+def stages(folder):
+    config_of(LLAMA, folder)
+    write_stages(folder / STEP, LLAMA)
+
+
+def exchanged(write):
+    """Return what writes two ranks, and states in each file the number of the other."""
+
+    def give(folder):
+        write(folder)
+        for number, path in enumerate(sorted((folder / STEP).glob("mp_rank_*/*.pt"))):
+            state = torch.load(path, weights_only=False)
+            state["args"].rank = 1 - number
+            torch.save(state, path)
+
+    return give
 
 
 def copied_rank(step):
@@ -144,6 +171,9 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
               given=dist(args=other_args(**{argument: changed}))) for argument, changed, key in ARGUMENTS),
     Refused("factor-llama3", read, r"rope_scaling: expected llama3 32.*, .*found .*8\.0",
             given=dist(args=other_args(use_rope_scaling=True, rope_scaling_factor=32), rope_scaling=LLAMA_3)),
+    Refused("frequencies-llama3", read, r"rope_scaling: expected llama3 8\.0 1\.0 4\.0 8192, .*found .*2\.0",
+            given=dist(args=other_args(use_rope_scaling=True),
+                       rope_scaling=LLAMA_3 | {"low_freq_factor": 2.0})),
     Refused("factor-linear", read, r"rope_scaling: expected linear 4, .*found .*8\.0",
             given=dist(args=other_args(rotary_seq_len_interpolation_factor=4),
                        rope_scaling={"rope_type": "linear", "factor": 8.0})),
@@ -195,6 +225,8 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(
     Refused("a pickle that would call something", read, r"posix\.system", given=legacy(extra=Calls())),
     Refused("a missing rank", read, r"mp_rank_01: .*2 tensor ranks",
             given=legacy(lambda step: shutil.rmtree(step / "mp_rank_01"), ranks=2)),
+    *(Refused(f"exchanged {axis}", read, r"mp_rank_0.*args\.rank: expected a rank at mp_rank_0.*exchanged",
+              given=exchanged(write)) for axis, write in (("parts", legacy(ranks=2)), ("stages", stages))),
     Refused("ranks of two steps", read, r"mp_rank_01.*iteration: expected 3, found 4.*not of one checkpoint",
             given=legacy(edited(1, lambda state: state.update(iteration=4)), ranks=2)),
     Refused("a rank without a model", read, "expected as many models in every rank's file, found 1, 0",
