@@ -55,7 +55,7 @@ def declare_parameter(
     module: nn.Module,
     name: str,
     declaration: Declaration | None,
-    state: ParallelState,
+    state: ParallelState | None,
     *,
     plain: bool = False,
 ) -> None:
@@ -71,6 +71,7 @@ def declare_parameter(
     if declaration is None:
         module.register_parameter(name, None)
         return
+    state = alone_or(state)
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
     local = torch.empty(box.shape, dtype=declaration.dtype)

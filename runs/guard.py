@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ..parallel_state import MachineFailed, PeerFailed, rank_at_fault
 from ..storage.disk import DiskFailed, FileLock, write_whole
 from ..storage.small_files import read_json
-from ..system.refusals import UNEXPECTED
+from ..system.refusals import MACHINE, UNEXPECTED, refusal_of
+from ..system.standard_streams import name_standard_output
 from ..system.user_errors import line_of_user
 from .flight_recorder import what_it_waited_for, write_record
 from .heartbeat import BLAME, SILENT_AFTER, Heartbeat, RankStatus, read_status
@@ -142,6 +143,11 @@ def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
             beat.end(code, str(error), cause=cause)
             raise error
         if not is_collective_failure(error):
+            name_standard_output(error)
+            refusal = refusal_of(error)
+            if refusal is not None and refusal.code == MACHINE:
+                beat.end(MACHINE, str(refusal), cause=cause)
+                raise
             place, notes = line_of_user(error.__traceback__), [*getattr(error, "__notes__", ())]
             if place and f"at {place}" not in notes:
                 error.add_note(f"at {place}")

@@ -19,6 +19,10 @@ class _PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text) if self.is_terminal else text, **options)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the ``BrokenPipeError`` at hand: rich would leave without an error that a rank could note."""
+        raise
+
 
 def plain_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
     """Make the console that prints all lines; ``a[/b]/:run:`` is printed as it is, not as markup or emoji.

@@ -72,6 +72,7 @@ def shard_over_data(
     """
     refuse_foreign(model, "shard_over_data")
     refuse_replaced(model, state.layout, "shard_over_data")
+    _refuse_narrower(model, precision.master)
     model.__dict__["precision"] = precision
     declared = declarations(model)
     fixed = buffer_names(declared)
@@ -129,6 +130,16 @@ def _refuse_unfit(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         todo = "Hold them as torch.view_as_real gives them, and compute with torch.view_as_complex"
         require(not parameter.is_complex(), "shard_over_data", name, "real numbers", "complex ones", todo)
+
+
+def _refuse_narrower(model: nn.Module, master: torch.dtype) -> None:
+    """Refuse trained parameters that cannot hold what a master does: small updates would round to nothing."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            holds = torch.promote_types(parameter.dtype, master) == parameter.dtype
+            expected = f"{master}, the master of its Precision"
+            todo = "Build the model in it, or say Precision(master=..., compute=..., reduce=...)"
+            require(holds, "shard_over_data", name, expected, parameter.dtype, todo)
 
 
 def _refuse_several_dtypes(model: nn.Module) -> None:

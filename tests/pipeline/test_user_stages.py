@@ -164,7 +164,7 @@ def test_what_a_stage_raises_in_a_step_is_told_as_it_is():
 def left_by_first_parts():
     """Return the tensors at a stage's ends that the first parts of backwards leave to the second ones."""
     state = ParallelState.start(Layout.of(pipeline=2, **SHAPED))
-    model = shard_over_data(Net(state=state), state, Precision(*[torch.float64] * 3))
+    model = shard_over_data(Net(state=state).double(), state, Precision(*[torch.float64] * 3))
     initialize(model, 0, state=state)
     whole, left = DrivenStage.backward_one_chunk, list[torch.Tensor | None]()
 

@@ -17,9 +17,10 @@ from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.runs import heartbeat, launch
 from trilith.runs.events import Events, outcome
-from trilith.runs.guard import blame, blame_together
+from trilith.runs.guard import blame, blame_together, watched
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
 from trilith.runs.requests import PREEMPTED
+from trilith.runs.terminal import Terminal
 from trilith.system.process_info import LAUNCHER, start_of
 
 #: This process, as the status of a rank names it.
@@ -344,3 +345,22 @@ def test_a_rank_whose_launcher_is_gone_before_it_looks_ends(gone, code):
     command = "from trilith.system.process_info import end_with_parent; end_with_parent()"
     environment = {**os.environ, LAUNCHER: "1" if gone else str(os.getpid())}
     assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("a pipe", "Broken pipe. The reader of a pipe stopped."),
+        ("/dev/full", "standard output: No space left"),
+    ],
+)
+def test_an_output_that_takes_nothing_more_is_the_rank_s_failure(output, why, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = writer if output == "a pipe" else os.open(output, os.O_WRONLY)
+    with pytest.raises(OSError), os.fdopen(file, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        with watched(tmp_path, 0, 1, run="now"):
+            Terminal(steps=1, interval=1).say("device: cpu")
+    status = first_failure(tmp_path, run="now")
+    assert status.code == 3 and status.error.startswith(why)

@@ -119,7 +119,7 @@ class Scaled(nn.Module):
     def __init__(self, *, state):
         super().__init__()
         stated = Declaration((D,), partial=("tensor",), initial=Normal(0.3))
-        declare_parameter(self, "scale", stated, state or ParallelState.alone())
+        declare_parameter(self, "scale", stated, state)
         self.hand = Hand("copy", state=state)
 
     def forward(self, x):
@@ -202,7 +202,7 @@ class Otherwise(nn.Module):
             self.more = nn.Parameter(torch.zeros(D))
         if mistake == "held whole":
             stated = Declaration((D, D), cut=Cut(0))
-            declare_parameter(self, "held", stated, state or ParallelState.alone())
+            declare_parameter(self, "held", stated, state)
             self.held = nn.Parameter(torch.zeros(D, D))
         self.last.bias.requires_grad_(self.mistake != "frozen")
 
@@ -299,7 +299,7 @@ class Ends(nn.Module):
     def __init__(self, *, state):
         super().__init__()
         stated = Declaration((D, D), ends=True, initial=Normal(0.3))
-        declare_parameter(self, "weight", stated, state or ParallelState.alone())
+        declare_parameter(self, "weight", stated, state)
 
     def forward(self, x):
         return F.linear(x, local(self.weight)).tanh()

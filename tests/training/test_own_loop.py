@@ -232,7 +232,7 @@ class Unfit(nn.Linear):
         super().__init__(4, 4)
         self.cut = ColumnParallelLinear(4, 4, state=state)
         self.blocks = nn.ModuleList([nn.Linear(4, 4)])
-        if what in ("complex128", "float64"):
+        if what in ("complex128", "float64", "bfloat16"):
             self.scale = nn.Parameter(torch.ones(4, dtype=getattr(torch, what)))
         elif what == "hook":
             self.weight.register_hook(lambda grad: 3 * grad)
@@ -255,6 +255,7 @@ UNFIT = {
     "added afterwards": "finalize_gradients: later: expected a parameter that shard_over_data has seen",
     "complex128": "shard_over_data: scale: expected real numbers, found complex ones",
     "float64": "shard_over_data: .*: expected the dtype of .*, which is gathered with it, torch.float",
+    "bfloat16": "shard_over_data: scale: expected torch.float32, the master .*, found torch.bfloat16",
 }
 ZERO_3 = Layout.of(data=2, zero=3)
 #: What a sharded model refuses by itself.
@@ -297,7 +298,7 @@ def unfit(what, layout):
 @pytest.mark.parametrize(("what", "layout"), [
     *((what, layout) for what in [*UNFIT][3:] for layout in (Layout.of(data=2), ZERO_3)),
     ("parametrized", Layout(tensor=2)), ("normalized", Layout(tensor=2)), ("hook", Layout(tensor=2)),
-    ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)),
+    ("hook afterwards", Layout(tensor=2)), ("complex128", Layout(tensor=2)), ("bfloat16", Layout(tensor=2)),
     ("normalized piece", Layout(tensor=2)),
 ], ids=str)  # fmt: skip
 def test_parameters_whose_place_others_take_are_plain(what, layout):
