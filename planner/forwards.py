@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..pipeline.held_in_step import Instant
 from ..simulation.trace import Trace
 from .stage_costs import StageBytes
 
@@ -11,13 +13,29 @@ if TYPE_CHECKING:
     from .rank_walk import RankWalk
 
 
-def note_first_forward(walk: RankWalk, stage: StageBytes) -> None:
-    """Note the forward of a step's first micro-batch, in which ZeRO 1 and 2 gather the weights."""
-    if walk.zero in (1, 2) and stage.runs:
-        walk.dropped = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
-        walk.missing, walk.resident, walk.now = walk.gradients.persistent, stage.kept, stage.kept
-        prefetched = walk.parameters.most("unsharded") * walk.itemsize
-        walk.note(_in_last_block(walk, stage) + prefetched)
+def note_first_forwards(walk: RankWalk, first: Sequence[Instant]) -> None:
+    """Note the first forward of each stage, in which ZeRO 1 and 2 gather the weights.
+
+    FSDP keeps the buffer of an all-gather until it has copied what the next one received.
+    """
+    root, places = walk.parameters.root.unsharded * walk.itemsize, range(len(walk.stages))
+    for place, stage, instant in zip(places, walk.stages, first, strict=True):
+        blocks = [piece.plain for piece in stage.stage.blocks.values()]
+        if not blocks:
+            continue
+        walk.buffer = walk.earlier_buffer = walk.root_sum = walk.dropped = 0.0
+        walk.missing, walk.resident = walk.gradients.persistent, instant.bytes
+        later = (walk.gradients.of_stages[number].unsharded for number in places[place + 1 :])
+        walk.now, walk.dropped = instant.bytes, sum(later) * walk.itemsize
+        walk.note(_in_last_block(walk, stage) + walk.parameters.most("unsharded") * walk.itemsize)
+        start, before = stage.kept - walk.work.between_blocks, root
+        if len(blocks) > 1:
+            last, before = blocks[-1], blocks[-2].weights
+            kept = stage.runs[0].trace.kept if stage.runs else 0
+            walk.note(last.weights + before - stage.exit - stage.output - kept + walk.work.between_blocks)
+        if not place:
+            walk.dropped = walk.gathered - root - blocks[0].weights
+            walk.note(root + blocks[0].weights - start)
 
 
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
