@@ -98,7 +98,7 @@ class HeldInStep:
 
     @property
     def first_forwards(self) -> list[Instant]:
-        """Return what the rank holds in the first forward of each of its stages, its whole micro-batch too."""
+        """Return what the rank holds in the first forward of each of its stages, as if at its end."""
         return [
             Instant(kind, stage, float(np.dot(row, self._weights)), row[-2], absent)
             for (kind, stage, absent), row in self._rows.first

@@ -1,4 +1,6 @@
-"""Note what a rank holds in forwards: where FSDP gathers, and in blocks that no backward comes to."""
+"""Note what a rank holds in forwards: where FSDP gathers, and in blocks that no backward comes to; and at the
+end of a step.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,24 @@ def note_first_forwards(walk: RankWalk, first: Sequence[Instant]) -> None:
 
     FSDP keeps the buffer of an all-gather until it has copied what the next one received.
     """
-    root, places = walk.parameters.root.unsharded * walk.itemsize, range(len(walk.stages))
-    for place, stage, instant in zip(places, walk.stages, first, strict=True):
-        blocks = [piece.plain for piece in stage.stage.blocks.values()]
-        if not blocks:
-            continue
-        walk.buffer = walk.earlier_buffer = walk.root_sum = walk.dropped = 0.0
-        walk.missing, walk.resident = walk.gradients.persistent, instant.bytes
-        later = (walk.gradients.of_stages[number].unsharded for number in places[place + 1 :])
-        walk.now, walk.dropped = instant.bytes, sum(later) * walk.itemsize
+    root, computed = walk.parameters.root.unsharded * walk.itemsize, walk.gradients.of_stages
+    walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+    walk.missing, shards = walk.gradients.persistent, walk.work.layout.data_sizes(experts=True)[1]
+    # Experts that are gathered apart come later than the rest of their block.
+    apart = walk.parameters.most("apart") * shards * walk.itemsize
+    for place, (stage, instant) in enumerate(zip(walk.stages, first, strict=True)):
+        if not (blocks := [piece.plain.weights for piece in stage.stage.blocks.values()]):
+            continue  # a user's module
+        later = sum(group.unsharded for group in computed[place + 1 :]) * walk.itemsize
+        walk.now, walk.resident, walk.dropped = instant.bytes, instant.bytes, later
         walk.note(_in_last_block(walk, stage) + walk.parameters.most("unsharded") * walk.itemsize)
-        start, before = stage.kept - walk.work.between_blocks, root
-        if len(blocks) > 1:
-            last, before = blocks[-1], blocks[-2].weights
-            kept = stage.runs[0].trace.kept if stage.runs else 0
-            walk.note(last.weights + before - stage.exit - stage.output - kept + walk.work.between_blocks)
+        given = walk.work.between_blocks
+        if len(blocks) > 1 and not apart:
+            last = stage.runs[0].trace if stage.runs else Trace()
+            walk.note(blocks[-2] + blocks[-1] + given - stage.exit - stage.output - last.kept)
         if not place:
-            walk.dropped = walk.gathered - root - blocks[0].weights
-            walk.note(root + blocks[0].weights - start)
+            walk.dropped = walk.gathered - root - blocks[0]
+            walk.note(blocks[0] + max(root - 2 * apart, 0) + given - stage.kept)
 
 
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
@@ -49,6 +51,19 @@ def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
         # which it received the block before.
         forward = max(piece.plain.kept + piece.plain.forward, zero3 * stage.largest)
         walk.note(walk.work.between_blocks - stage.kept + forward + zero3 * 3 * stage.largest)
+
+
+def note_end(walk: RankWalk) -> None:
+    """Note the bytes while partial gradients, which are copied together, are summed over tensor ranks or over
+    the ends of a pipeline. With offload they are on the host.
+    """
+    total, work, gradients = walk.parameters.every, walk.work, walk.gradients
+    partial = 0 if work.offload else max(total.partial, total.ends)
+    if partial:
+        walk.now = walk.resident = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+        walk.dropped = 0.0 if gradients.without_fsdp else walk.gathered
+        walk.missing = gradients.persistent - gradients.reduced(total)
+        walk.note(partial * (work.master + work.reduce * (work.reduce > work.master)))
 
 
 def _in_last_block(walk: RankWalk, stage: StageBytes) -> float:

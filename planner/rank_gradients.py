@@ -48,7 +48,10 @@ class Sums:
 
     def __init__(self, work: Work, *, experts: bool) -> None:
         replicas, shards, _ = work.layout.data_sizes(experts)
-        all_reduced, casts = shards == 1 and (not work.layout.zero or replicas == 1), work.reduce != work.master
+        all_reduced, casts = (
+            shards == 1 and (not work.layout.zero or replicas == 1),
+            work.reduce != work.master,
+        )
         in_place, self.copies = all_reduced and not casts, shards == 1 and not all_reduced
         self.leaves_buffer = work.offload or not in_place
         cast_from = work.reduce * (casts and shards > 1)

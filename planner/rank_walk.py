@@ -11,8 +11,7 @@ from operator import attrgetter
 from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
-from .end_of_step import note_end
-from .forwards import note_first_forwards, note_forwards
+from .forwards import note_end, note_first_forwards, note_forwards
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .second_part import walk_second_part

@@ -44,7 +44,11 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
         walk.missing -= 0 if gradients.in_each else walk.root_part
     if gradients.in_each:
         walk.buffer = 0.0
-        walk.note(gradients_so_far + largest * walk.work.reduce)
+        apart = max((piece.plain.experts for piece, *_ in stage.in_two), default=0) / walk.itemsize
+        elements = apart or largest
+        last_elements = min(walk.parameters.most("largest" if apart else "last"), elements)
+        reduction = gradients.reduction_peak(elements, last_elements, experts=apart > 0)
+        walk.note(gradients_so_far - elements * walk.itemsize + reduction)
         if exit:
             walk.now -= computed * walk.itemsize * zero3
             walk.root_sum = 0.0
