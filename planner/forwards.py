@@ -31,13 +31,13 @@ def note_first_forwards(walk: RankWalk, first: Sequence[Instant]) -> None:
         later = sum(group.unsharded for group in computed[place + 1 :]) * walk.itemsize
         walk.now, walk.resident, walk.dropped = instant.bytes, instant.bytes, later
         walk.note(_in_last_block(walk, stage) + walk.parameters.most("unsharded") * walk.itemsize)
-        given = walk.work.between_blocks
+        passed = walk.work.between_blocks
         if len(blocks) > 1 and not apart:
             last = stage.runs[0].trace if stage.runs else Trace()
-            walk.note(blocks[-2] + blocks[-1] + given - stage.exit - stage.output - last.kept)
+            walk.note(blocks[-2] + blocks[-1] + passed - stage.exit - stage.output - last.kept)
         if not place:
             walk.dropped = walk.gathered - root - blocks[0]
-            walk.note(blocks[0] + max(root - 2 * apart, 0) + given - stage.kept)
+            walk.note(blocks[0] + max(root - 2 * apart, 0) + passed - stage.kept)
 
 
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
