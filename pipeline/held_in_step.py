@@ -96,6 +96,14 @@ class HeldInStep:
             or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
         ]
 
+    @property
+    def first_forwards(self) -> list[Instant]:
+        """Return what the rank holds in the first forward of each of its stages, as if at its end."""
+        return [
+            Instant(kind, stage, float(np.dot(row, self._weights)), row[-2], absent)
+            for (kind, stage, absent), row in self._rows.first
+        ]
+
     def last_backwards(self) -> list[Instant]:
         """Return what the rank holds in the last backward of each of its stages. Gradients that are summed
         over data ranks once a step are summed then.
@@ -114,13 +122,14 @@ held_in_step = lru_cache(maxsize=4096)(HeldInStep)
 
 
 class _Rows(NamedTuple):
-    """Hold the rows of a rank, also as an array; where those of each key are; those of the ``last`` backward
-    of each stage; and how many messages the rank sends for a micro-batch.
+    """Hold the rows of a rank, also as an array; where those of each key are; those of the ``first`` forward
+    of each stage, and of its ``last`` backward; and how many messages the rank sends for a micro-batch.
     """
 
     rows: list[_Row]
     counts: NDArray[np.float64]
     slices: dict[_Key, slice]
+    first: list[tuple[_Key, _Row]]
     last: list[tuple[_Key, _Row]]
     sends: int
 
@@ -131,7 +140,7 @@ def _rows(
 ) -> _Rows:
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     rows_of: dict[_Key, dict[_Row, None]] = {}
-    last: dict[int, tuple[_Key, _Row]] = {}
+    first, last = dict[int, tuple[_Key, _Row]](), dict[int, tuple[_Key, _Row]]()
     if pipeline == 1 or name in _ONE_STAGE:
         instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
         comes = int(rank < pipeline - 1)
@@ -141,11 +150,15 @@ def _rows(
             whole, sent, absent = instants[0] if pipeline > 1 and name == "gpipe" else instants[-1]
             rows_of["F", rank, absent] = {(whole, 0, sent, 0): None}
         sent = (micro_batches - 1 if name == "gpipe" else 1) * (rank > 0)
+        first[rank] = ("F", rank, (0,)), (1, 0, 0, 0)
         last[rank] = ("B", rank, ()), (1, 0, sent + comes, 0)
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
         for key, row in _states(events, layout, rank):
-            rows_of.setdefault(key, {})[row] = None
+            if key[0] == "F":
+                first.setdefault(key[1], (key, row))
+            if key[0] != "F" or key[1] == layout.stages - 1:
+                rows_of.setdefault(key, {})[row] = None
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones
                 last[key[1]] = key, row
@@ -156,7 +169,7 @@ def _rows(
     stages = layout.stages_of(rank)
     borders = [other for stage in stages for other in (stage - 1, stage + 1)]
     sends = sum(0 <= border < layout.stages and border not in stages for border in borders)
-    return _Rows(rows, np.array(rows, dtype=float), slices, [*last.values()], sends)
+    return _Rows(rows, np.array(rows, dtype=float), slices, [*first.values()], [*last.values()], sends)
 
 
 #: The micro-batches that a rank holds at an instant, the sent messages that it keeps then, and ``absent``.
@@ -206,7 +219,7 @@ def _with_messages(
 
 
 def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tuple[_Key, _Row]]:
-    """Yield each of a rank's actions that computes a loss or gradients, and what it holds then."""
+    """Yield each of a rank's actions, and what it holds then."""
     stages, last = layout.stages_of(rank), layout.stages - 1
     place, size = {stage: number for number, stage in enumerate(stages)}, len(stages)
     now = [0] * (2 * size + 1)
@@ -219,8 +232,7 @@ def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tup
         if kind == "F":
             now[own] += 1
             now[-1] -= stage > 0 and stage - 1 not in place  # it is an input, which is kept
-            if stage == last:
-                yield (kind, stage, absent), (*now, late)
+            yield (kind, stage, absent), (*now, late)
             continue
         if kind == "I" and stage == 0:
             continue  # torch leaves all of it to the second part

@@ -4,8 +4,10 @@ computes the gradients of weights, and at the end of a step, where partial gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..pipeline.held_in_step import Instant
 from ..simulation.trace import Trace
 from .stage_costs import StageBytes
 
@@ -13,13 +15,29 @@ if TYPE_CHECKING:
     from .rank_walk import RankWalk
 
 
-def note_first_forward(walk: RankWalk, stage: StageBytes) -> None:
-    """Note the forward of a step's first micro-batch, in which ZeRO 1 and 2 gather the weights."""
-    if walk.zero in (1, 2) and stage.runs:
-        walk.dropped = walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
-        walk.missing, walk.resident, walk.now = walk.gradients.persistent, stage.kept, stage.kept
-        prefetched = walk.parameters.most("unsharded") * walk.itemsize
-        walk.note(_in_last_block(walk, stage) + prefetched)
+def note_first_forwards(walk: RankWalk, first: Sequence[Instant]) -> None:
+    """Note the first forward of each stage, in which ZeRO 1 and 2 gather the weights.
+
+    FSDP keeps the buffer of an all-gather until it has copied what the next one received.
+    """
+    root, computed = walk.parameters.root.unsharded * walk.itemsize, walk.gradients.of_stages
+    walk.buffer = walk.earlier_buffer = walk.root_sum = 0.0
+    walk.missing, shards = walk.gradients.persistent, walk.work.layout.data_sizes(experts=True)[1]
+    # Experts that are gathered apart come later than the rest of their block.
+    apart = walk.parameters.most("apart") * shards * walk.itemsize
+    for place, (stage, instant) in enumerate(zip(walk.stages, first, strict=True)):
+        if not (blocks := [piece.plain.weights for piece in stage.stage.blocks.values()]):
+            continue  # a user's module
+        later = sum(group.unsharded for group in computed[place + 1 :]) * walk.itemsize
+        walk.now, walk.resident, walk.dropped = instant.bytes, instant.bytes, later
+        walk.note(_in_last_block(walk, stage) + walk.parameters.most("unsharded") * walk.itemsize)
+        passed = walk.work.between_blocks
+        if len(blocks) > 1 and not apart:
+            last = stage.runs[0].trace if stage.runs else Trace()
+            walk.note(blocks[-2] + blocks[-1] + passed - stage.exit - stage.output - last.kept)
+        if not place:
+            walk.dropped = walk.gathered - root - blocks[0]
+            walk.note(blocks[0] + max(root - 2 * apart, 0) + passed - stage.kept)
 
 
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
@@ -79,7 +97,11 @@ def walk_second_part(walk: RankWalk, place: int, exit: float, *, last: bool) -> 
         walk.missing -= 0 if gradients.in_each else walk.root_part
     if gradients.in_each:
         walk.buffer = 0.0
-        walk.note(gradients_so_far + largest * walk.work.reduce)
+        apart = max((piece.plain.experts for piece, *_ in stage.in_two), default=0) / walk.itemsize
+        elements = apart or largest
+        last_elements = min(walk.parameters.most("largest" if apart else "last"), elements)
+        reduction = gradients.reduction_peak(elements, last_elements, experts=apart > 0)
+        walk.note(gradients_so_far - elements * walk.itemsize + reduction)
         if exit:
             walk.now -= computed * walk.itemsize * zero3
             walk.root_sum = 0.0

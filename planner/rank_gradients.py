@@ -36,6 +36,28 @@ class Peak(NamedTuple):
         return Peak(size, self.resident + nbytes, messages, self.missing + missing, self.dropped)
 
 
+class Sums:
+    """State how FSDP makes gradients of the buffer that it sums over the ranks with the same weights; of
+    ``experts`` that it reduces apart, these may be others.
+
+    ``copies``: with one shard and replicas the reduced buffer is a copy, so that there are three for a
+    moment, and torch frees the last gradient with the others. ``leaves_buffer``: whether the buffer stays
+    beside the gradient: it does not become it, or this is on the host. ``shard``: the bytes that are made
+    beside the buffer for each number in it.
+    """
+
+    def __init__(self, work: Work, *, experts: bool) -> None:
+        replicas, shards, _ = work.layout.data_sizes(experts)
+        all_reduced, casts = (
+            shards == 1 and (not work.layout.zero or replicas == 1),
+            work.reduce != work.master,
+        )
+        in_place, self.copies = all_reduced and not casts, shards == 1 and not all_reduced
+        self.leaves_buffer = work.offload or not in_place
+        cast_from = work.reduce * (casts and shards > 1)
+        self.shard = (not in_place) * (work.master + cast_from) / shards + self.copies * work.reduce
+
+
 class RankGradients:
     """Compute the bytes of gradients on a rank of ``work``, whose stages have the numbers 0, 1, ... here.
 
@@ -60,20 +82,10 @@ class RankGradients:
         # The loss in several chunks leaves the gradient of its weight in the memory of their sum.
         in_chunks = 0 < work.loss_chunk < work.batch.count
         self.head_itemsize = max(work.loss_sums, work.compute) if in_chunks else work.compute
-        replicas, shards, _ = layout.data_sizes()
         #: The bytes of a number of a sum whose dtype is not that of the weights, so that it is cast.
         self.cast_from = work.reduce * (work.reduce != work.master)
-        #: The bytes of the shard for each unsharded number, of experts that FSDP reduces apart and of others.
-        shard_bytes = 0.0 if work.offload else float(work.master + self.cast_from * (shards > 1))
-        self.shard_itemsize = {
-            experts: shard_bytes / layout.data_sizes(experts)[1] for experts in (False, True)
-        }
-        #: Whether the buffer itself becomes the gradient. With one shard and replicas the reduced buffer is a
-        #: copy, so that there are three for a moment, and torch frees the last gradient with the others.
-        all_reduced = shards == 1 and (not layout.zero or replicas == 1)
-        self.in_place, self.copies = all_reduced and not self.cast_from, shards == 1 and not all_reduced
-        #: Whether the buffer stays beside the gradient; with offload the gradient is on the host.
-        self.leaves_buffer = work.offload or not self.in_place
+        #: Of experts that FSDP reduces apart and of others: how the sum of a group becomes its gradient.
+        self.sums = {experts: Sums(work, experts=experts) for experts in (False, True)}
         #: The sum of the blocks of each stage.
         self.of_stages = [
             sum((group.times(number) for group, number in blocks), Group()) for blocks in parameters.stages
@@ -121,12 +133,13 @@ class RankGradients:
         it reduces that block last, behind the root.
         """
         elements: float = self.root_numel * (stage in (0, self.work.layout.stages - 1))
+        of_experts: float = 0
         if runs and (not elements or (stage == 0 and not self.embedded)):
             run = runs[0 if self.work.in_two else -1]
-            of_experts = run.trace.experts if self.work.in_two else 0
+            of_experts = self.work.in_two and run.trace.experts
             elements = (of_experts or run.trace.gradients - run.trace.experts) / self.itemsize
         elements = elements or self.parameters.most("trained")
-        return elements * self.work.reduce * (self.in_each and self.leaves_buffer)
+        return elements * self.work.reduce * (self.in_each and self.sums[bool(of_experts)].leaves_buffer)
 
     def freed_by_reduction(self, group: Group) -> float:
         """Return the persistent bytes of a group's gradients that a step's last reduction frees.
@@ -157,9 +170,8 @@ class RankGradients:
         ``last``: the elements of the last gradient, which is freed after the others; ``further``: bytes that
         it has beyond theirs. ``experts``: whether these are experts that FSDP reduces apart.
         """
-        buffer = elements * self.work.reduce
-        shard = elements * self.shard_itemsize[experts] * (not self.in_place) + buffer * self.copies
-        last *= not self.copies
+        buffer, sums = elements * self.work.reduce, self.sums[experts]
+        shard, last = elements * sums.shard, last * (not sums.copies)
         if self.in_last:
             return buffer + max(shard - (elements - last) * self.sum_itemsize, 0)
         return buffer + max(elements * self.itemsize, shard + last * self.itemsize) + further

@@ -12,7 +12,7 @@ from ..parallel_state import Layout
 from ..pipeline.held_in_step import Instant, held_in_step
 from ..pipeline.schedule_actions import Kind
 from ..simulation.trace import Trace
-from .further_instants import note_end, note_first_forward, note_forwards, walk_second_part
+from .further_instants import note_end, note_first_forwards, note_forwards, walk_second_part
 from .rank_gradients import Peak, RankGradients, gathered_bytes
 from .rank_parameters import RankParameters
 from .stage_costs import Run, StageCost, most_of
@@ -75,8 +75,8 @@ class RankWalk:
                 peak = peak_of_action.after(instant.bytes, instant.messages * message, missing)
                 peaks[loss] = max(peaks.get(loss, peak), peak, key=attrgetter("bytes"))
         self.peaks = peaks
-        for stage in dict.fromkeys(self.stages):
-            note_first_forward(self, stage)
+        if self.zero in (1, 2):
+            note_first_forwards(self, step.first_forwards)
         note_end(self)
 
     def _action(self, kind: Kind, place: int, *, last: bool) -> dict[bool, Peak]:
@@ -209,7 +209,7 @@ class RankWalk:
         # The persistent gradients that a block's backward makes, less those that their reduction frees.
         lasting = gradients.persistent_of(group) * first - gradients.freed_by_reduction(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
-        left = numel * self.work.reduce * gradients.leaves_buffer * summing
+        left = numel * self.work.reduce * gradients.sums[False].leaves_buffer * summing
         reduction = gradients.reduction_peak(numel, min(group.last, numel))
         start, missing, dropped, before = self.now, self.missing, self.dropped, self.buffer
         for index in sorted({0, min(1, run.number - 1), run.number - 1}):
@@ -251,7 +251,7 @@ class RankWalk:
         self.buffer = 0.0
         reduction = gradients.reduction_peak(elements, self.parameters.most("largest"), experts=True)
         self.note(trace.at_experts + others + reduction)
-        self.buffer = elements * self.work.reduce * gradients.leaves_buffer
+        self.buffer = elements * self.work.reduce * gradients.sums[True].leaves_buffer
         self.missing -= lasting
         self.note(trace.after_experts + others)
 

@@ -184,7 +184,8 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(name, s
         weights = [*whole, *halfway, message, 0.0]
         every = {}
         for key, row in _states(_with_messages(*shape)[rank], layout, rank):
-            every.setdefault(key, set()).add(row)
+            if key[0] != "F" or key[1] == layout.stages - 1:
+                every.setdefault(key, set()).add(row)
         expected = {
             key: max(sum(a * b for a, b in zip(row, weights, strict=True)) for row in rows)
             for key, rows in every.items()

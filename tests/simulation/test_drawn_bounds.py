@@ -103,35 +103,47 @@ def test_the_plan_is_the_peak_of_a_drawn_step(worker, number):
 SHARED, REPLICATED = {"pipeline": 2, "data": 2}, {"data": 4, "zero": 3, "data_replicate": 2}
 
 
-def few_blocks(layout, length, reduce, *, offload=False):
+OFFLOAD, HALF = {"offload": True}, {"reduce": "bfloat16"}
+MOST_FROZEN = {"freeze": r"embed|norm|layers\.[012]"}
+EXPERTS = {"size": "qwen1.5-moe-a2.7b"}
+
+
+def few_blocks(layout, length, *, size="smollm2-135m", reduce="float32", offload=False, freeze=None):
     rows = max(4, 2 * layout.get("data", 1))
-    raw = recipe_of("smollm2-135m", layout, rows, 1, length, {"offload": offload}) | {"reduce": reduce}
+    raw = recipe_of(size, layout, rows, 1, length, {"offload": offload}) | {"reduce": reduce}
     raw["model"]["config"] = {"num_hidden_layers": 4}
+    if freeze:
+        raw["optimizer"]["groups"] = [{"match": freeze, "freeze": True}]
     recipe = parse_recipe(raw)
     return recipe, dry_run(recipe)
 
 
-def test_the_plan_bounds_the_peak_where_replicas_of_a_pipeline_sum_in_another_dtype(worker):
-    drawn = few_blocks(REPLICATED | {"pipeline": 2}, 1024, "bfloat16")
+@pytest.mark.parametrize(
+    ("layout", "more"), [({"pipeline": 2}, HALF), ({"pipeline": 2, "schedule": "zbv", "expert": 2}, EXPERTS)]
+)
+def test_the_plan_bounds_the_peak_where_a_pipeline_sums_over_replicas(worker, layout, more):
+    drawn = few_blocks(REPLICATED | layout, 1024, **more)
     assert -BELOW <= over_peak_of(worker, *drawn) <= ABOVE
 
 
 @pytest.mark.parametrize(
-    ("layout", "reduce", "offload"),
+    ("layout", "more"),
     [
-        ({"pipeline": 2}, "float32", False),
-        ({"pipeline": 2}, "float32", True),
-        (SHARED | {"zero": 1}, "float32", False),
-        (SHARED | {"zero": 2}, "bfloat16", False),
-        ({"data": 2}, "bfloat16", False),
-        ({"data": 4, "zero": 1, "data_replicate": 2}, "bfloat16", False),
-        (SHARED, "bfloat16", False),
-        (REPLICATED, "bfloat16", False),
-        (REPLICATED, "bfloat16", True),
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2}, OFFLOAD),
+        (SHARED | {"zero": 1}, {}),
+        (SHARED | {"zero": 2}, HALF),
+        ({"data": 2}, HALF),
+        ({"data": 4, "zero": 1, "data_replicate": 2}, HALF),
+        (SHARED, HALF),
+        (REPLICATED, HALF),
+        (REPLICATED, HALF | OFFLOAD),
+        ({"data": 4, "zero": 2, "expert": 2}, EXPERTS | HALF | OFFLOAD),
+        ({"data": 2, "zero": 1}, MOST_FROZEN),
     ],
 )
-def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, reduce, offload):
-    assert abs(over_peak_of(worker, *few_blocks(layout, 64, reduce, offload=offload))) <= EXACT
+def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, more):
+    assert abs(over_peak_of(worker, *few_blocks(layout, 64, **more))) <= EXACT
 
 
 @pytest.mark.slow  # ten minutes
