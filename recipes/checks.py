@@ -197,9 +197,10 @@ def _idle(recipe: Recipe) -> Iterator[Rule]:
     expected = "watch.norms, the steps between norms, beside it"
     idle = watch.activation_norms and not watch.norms
     yield Rule(idle, "watch.activation_norms", expected, "watch.norms = 0")
-    keys = sorted(recipe.loss_scale.model_fields_set) if recipe.compute_dtype != "float16" else []
     expected, todo = "compute = float16 beside it", "Drop it (loss_scale={})"
-    yield from (Rule(True, f"loss_scale.{key}", expected, recipe.compute_dtype, todo) for key in keys)
+    for key, field in type(scale := recipe.loss_scale).model_fields.items():
+        idle = recipe.compute_dtype != "float16" and getattr(scale, key) != field.default
+        yield Rule(idle, f"loss_scale.{key}", expected, recipe.compute_dtype, todo)
 
 
 def without_effect(recipe: Recipe) -> list[str]:
