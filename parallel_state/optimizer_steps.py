@@ -83,8 +83,8 @@ def _refuse_own_skips(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.
         apart = layout.pipeline > 1 or layout.expert > 1 or (layout.tensor > 1 and plain)
         if apart and not own.isdisjoint(model.parameters()):
             fused = any(group.get("fused") for group in optimizer.param_groups)
-            group = None if fused else getattr(scaler, "process_group", None)
-            shared_by = 1 if group is None else group.size()
+            alone = fused or not hasattr(scaler, "process_group")
+            shared_by = 1 if alone else dist.get_world_size(scaler.process_group)
             require(
                 shared_by == layout.world, f"{type(optimizer).__name__}.step", type(scaler).__name__,
                 f"a decision to skip of {counted(layout.world, 'rank')}",

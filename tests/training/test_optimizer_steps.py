@@ -148,6 +148,8 @@ def scaled(layout, scaler, fused, refused):
     model = made(True, state)
     parameters = [one for one in model.parameters() if is_dtensor(one) == (layout.zero > 0)]
     optimizer, scaler = torch.optim.SGD(parameters, 1.0, fused=fused), scaler("cpu", init_scale=8.0)
+    if hasattr(scaler, "process_group"):
+        scaler.process_group = None  # torch's default is the group of all at its import, which may be gone
     scaler.scale(torch.ones(()))
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.ones_like(parameter)
