@@ -226,7 +226,7 @@ def run(arguments: Sequence[str], commands: Sequence[Command] = COMMANDS) -> int
         if "--debug" in takewhile(lambda word: word.startswith("-"), arguments):
             traceback.print_exc()
         gone = isinstance(error, BrokenPipeError) and reader_is_gone(nowhere=nowhere)
-        if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
+        if gone and (words[:1] not in _WORK_ON or {"--dry-run", "--help", "-h"} & {*words}):
             drop_output()
             return 0
         name_standard_output(error)

@@ -94,7 +94,8 @@ def other() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     os.write(writer, b"x")
-sys.exit(run(sys.argv[1:], (lines, other)))
+def train() -> None: lines()
+sys.exit(run(sys.argv[1:], (lines, other, train)))
 """
 
 
@@ -115,11 +116,15 @@ def test_a_full_disk_behind_standard_output_is_one_line(lines):
     )
 
 
-@pytest.mark.parametrize("lines", ["1", "100_000"], ids=["at the end", "in the command"])
-def test_an_output_that_nobody_reads_any_more_is_no_error(lines):
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [("1", ["lines"]), ("100_000", ["lines"]), ("1", ["train", "--help"])],
+    ids=["at the end", "in the command", "the help of a command that works"],
+)
+def test_an_output_that_nobody_reads_any_more_is_no_error(lines, words):
     reader, writer = os.pipe()
     os.close(reader)
-    assert run_into(writer, lines, "lines") == (0, "")
+    assert run_into(writer, lines, *words) == (0, "")
     os.close(writer)
 
 
