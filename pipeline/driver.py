@@ -95,7 +95,8 @@ class DrivenStage(pipelining.PipelineStage):
 
     def _make_memory(self, infos: Sequence[Any], like: Tensor) -> None:
         (info,) = infos
-        info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
+        if not _torch_makes(info):
+            info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
         """Run one micro-batch's forward; after it autograd alone keeps the input that was received."""
@@ -205,8 +206,13 @@ class _WithoutMemory(dict[int, tuple[Any, ...]]):
 def _free(infos: Sequence[Any]) -> None:
     """Give the memory of these received tensors back; what the model's first stage is given has none."""
     for info in infos:
-        if getattr(info, "buffer", None) is not None:
+        if getattr(info, "buffer", None) is not None and not _torch_makes(info):
             info.buffer = torch.empty(0)
+
+
+def _torch_makes(info: Any) -> bool:
+    """Tell whether torch, since 2.15, makes the memory of a tensor when it is received, and gives it back."""
+    return hasattr(info, "allocate_buffer")
 
 
 class Pipeline:

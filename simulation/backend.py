@@ -48,6 +48,7 @@ class Stream:
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self.device, self.device_index, self.stream_id = torch.device(NAME, 0), 0, 0
+        self.device_type = 20  # ``c10::DeviceType::PrivateUse1``
 
     def wait(self, other: object = None) -> None: ...
 
@@ -58,6 +59,9 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         _wait()

@@ -107,6 +107,7 @@ WAITS = (
     Wait("layers/experts/grouped_matmul.py: GroupSizes.sizes", "read", _CUTS, 1, "block", _ends),
     # With offload FSDP copies each gradient to the host, waits for the copy, and adds it to the one before.
     Wait(f"{_OURS}: end_backward", "inside", "offload: the gradient's copy", 1, "parameter"),
+    Wait(f"{_OURS}: _after_backward", "inside", "the same", 1, "parameter"),
     Wait(f"{_FSDP}_param_group.py: FSDPParamGroup.finalize_backward", "inside", "the same", 1, "parameter"),
     Wait(f"{_FSDP}_collectives.py: foreach_reduce", "read", "the same", 1, "parameter"),
     Wait(f"{_OURS}: sum_gradients", "read", "the same", 1, "parameter"),

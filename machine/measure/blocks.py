@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...layers import Checkpointing, checkpoint_blocks
 from ...parallel_state import Layout, ParallelState, engine, initialize
-from ...parallel_state.engine.fully_sharded import clocked
+from ...parallel_state.engine.measuring import clocked
 from ...planner.time.measured import FIGURE_NAMES
 from ...simulation.micro_batch import MicroBatch
 from ...simulation.pieces import ModelPieces

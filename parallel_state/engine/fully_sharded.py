@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -121,23 +120,6 @@ def watched(
         yield
 
 
-@contextmanager
-def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
-    """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
-    ``reduce_scatter``, while the block runs: with FSDP's copies and the wait for late ranks.
-    """
-    spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
-
-    @contextmanager
-    def timed(kind: str, parameters: object) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        spent[kind] += time.perf_counter() - began
-
-    with watched(modules, timed):
-        yield spent
-
-
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     """Sum the gradients that these modules have so far over the data ranks, now, and keep shards of the sums.
 
@@ -166,7 +148,7 @@ def in_one_backward(root: FSDPModule | None) -> Iterator[None]:
     except BaseException:
         state._state_ctx.post_backward_final_callback_queued = False  # else no later backward would end
         raise
-    state._root_post_backward_final_callback()
+    _after_backward(root)
 
 
 class ReplicaSums:
@@ -286,7 +268,16 @@ def end_backward(root: FSDPModule) -> None:
     root.set_requires_gradient_sync(True)
     for group in groups_of(fsdp_modules(cast(nn.Module, root))):
         group.post_backward()
-    cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
+    _after_backward(root)
+
+
+def _after_backward(root: FSDPModule) -> None:
+    """Do what FSDP does behind a backward, also where none of its hooks ran, one of which sets a flag."""
+    state = cast(Any, root)._get_fsdp_state()
+    context = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:  # since torch 2.15
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def groups_of(modules: Iterable[FSDPModule]) -> Iterator[Any]:

@@ -1,19 +1,25 @@
-"""Measure how a rank waits in collectives, and ask torch's flight recorder which ones it has called."""
+"""Measure how long a rank waits in collectives, and ask torch's flight recorder which ones it has called."""
+
+from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from . import collectives
 from .accelerator import is_accelerator, synchronize
+from .fully_sharded import watched
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass
@@ -93,3 +99,20 @@ def dump_on_timeout(prefix: str) -> Iterator[None]:
     finally:
         for name in unset:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
+    """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
+    ``reduce_scatter``, while the block runs: with FSDP's copies and the wait for late ranks.
+    """
+    spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
+
+    @contextmanager
+    def timed(kind: str, parameters: object) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        spent[kind] += time.perf_counter() - began
+
+    with watched(modules, timed):
+        yield spent

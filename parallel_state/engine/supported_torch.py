@@ -5,7 +5,7 @@ import importlib
 import torch
 
 #: The first supported version of torch, and the first one after them, as ``pyproject.toml`` states them.
-SINCE, BEFORE = (2, 11), (2, 15)
+SINCE, BEFORE = (2, 11), (2, 16)
 
 
 def require_supported(version: str = torch.__version__) -> None:

@@ -22,7 +22,7 @@ from trilith.machine.measure.cases import PARTS, Bench, Case
 from trilith.machine.measure.run import make_page, shown_figure
 from trilith.machine.random_files import built
 from trilith.parallel_state import Box, Layout, ParallelState, engine, initialize
-from trilith.parallel_state.engine.fully_sharded import clocked
+from trilith.parallel_state.engine.measuring import clocked
 from trilith.planner.time import machine_from_bench
 from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe

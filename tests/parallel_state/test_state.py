@@ -35,7 +35,7 @@ def test_another_torch_than_the_packages_range_is_refused():
     since, before = (".".join(map(str, version)) for version in (SINCE, BEFORE))
     assert {*pinned.removeprefix("torch").split(",")} == {f">={since}", f"<{before}"}
     for version in ("2.10.1", f"{before}.0", "3.0"):
-        with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.14"):
+        with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.15"):
             engine.supported_torch.require_supported(version)
 
 

@@ -169,7 +169,8 @@ def left_by_first_parts():
     whole, left = DrivenStage.backward_one_chunk, list[torch.Tensor | None]()
 
     def first_part(stage, number, loss=None, full_backward=True, last_backward=False):
-        inputs = stage.fwd_cache[number][1]
+        states = getattr(stage, "_forward_chunk_states", None)  # since torch 2.15
+        inputs = stage.fwd_cache[number][1] if states is None else states[number].input_values
         whole(stage, number, loss, full_backward, last_backward)
         if not full_backward and not stage.is_first:
             left.extend(x.grad for x in inputs)

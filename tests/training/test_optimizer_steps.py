@@ -116,7 +116,10 @@ def all_stepped(layout, own):
     state, made = ParallelState.start(layout), []
     for kind, options in ROWS:
         try:
-            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):
+            with (
+                mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double),
+                mock.patch.object(torch, "bfloat16", torch.float64),
+            ):
                 made.append(stepped(kind, options, own, state))
         except BadInput as error:
             made.append(str(error))
