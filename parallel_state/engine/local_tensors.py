@@ -1,7 +1,5 @@
 """Reach the tensors that this rank stores, in a DTensor or in a nest, and change many of them at once."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -22,7 +20,7 @@ _PIECE = 1 << 18
 _LIKELY = (Tensor, list, tuple, dict)
 
 
-def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
+def is_dtensor(x: Tensor) -> "TypeIs[DTensor]":
     """Tell whether ``x`` is a DTensor. Those are imported late: their import takes half a second."""
     if type(x) in (Tensor, nn.Parameter):
         return False
