@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakSet
 
 import torch
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..parallel_state import BadInput
+from ..parallel_state import require
 from ..parallel_state.engine.autograd_and_compiler import TorchDispatchMode
 
 #: Values of ``memory.checkpointing``.
@@ -64,11 +64,9 @@ def checkpoint_blocks(
     does with the products of a module whose attribute ``recomputed`` is true. Raises ``BadInput`` for an
     unknown mode or ``interval`` below 1.
     """
-    if mode not in ("none", "selective", "every", "full"):
-        expected = "none, selective, every or full"
-        raise BadInput("memory", "checkpointing", expected=expected, found=repr(mode))
-    if interval < 1:
-        raise BadInput("memory", "checkpoint_every", expected="at least 1", found=interval)
+    modes = get_args(Checkpointing)
+    require(mode in modes, "memory", "checkpointing", f"one of {', '.join(modes)}", repr(mode))
+    require(interval >= 1, "memory", "checkpoint_every", "at least 1", interval)
     for number, block in blocks:
         if checkpointed(number, mode, interval):
             policy = partial(_policy, keep_attention=keep_attention) if mode == "selective" else None
@@ -88,8 +86,8 @@ def _forgetful(
     def again(x: Tensor, *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **named)
-        if policy is not None:
-            named["context_fn"] = partial(_contexts, policy)
+        if policy is not None:  # of a forward and of its recomputation
+            named["context_fn"] = lambda: map(_Counted, create_selective_checkpoint_contexts(policy))
         return checkpoint(forward, x, *args, use_reentrant=False, **named)
 
     vars(again)["recomputes_operators"] = policy is not None
@@ -99,11 +97,6 @@ def _forgetful(
 def recomputes_operators(block: nn.Module) -> bool:
     """Tell whether selective checkpointing chooses what of this block is computed again."""
     return getattr(block.forward, "recomputes_operators", False)
-
-
-def _contexts(policy: Callable[..., CheckpointPolicy]) -> tuple["_Counted", ...]:
-    """Return the contexts of a forward and of its recomputation."""
-    return tuple(_Counted(mode) for mode in create_selective_checkpoint_contexts(policy))
 
 
 def keep_aside(module: nn.Module) -> None:

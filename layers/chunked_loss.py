@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState, alone_or
+from ..parallel_state import ParallelState, alone_or, require
 from ..parallel_state.engine import accelerator
 from ..parallel_state.engine.autograd_and_compiler import differentiable_once
 from .autocast import without_autocast
@@ -126,8 +126,7 @@ def chunked_cross_entropy(
     run only once; a second time it raises ``RuntimeError``.
     """
     state = alone_or(state)
-    if chunk < 1:
-        raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
+    require(chunk >= 1, "memory", "loss_chunk", "at least 1 token", chunk)
     check_ids(labels, vocab_size, but=ignore_index)
     check_columns(len(weight), vocab_size, state, "weight")
     # Autocast outside of it may have set the two apart.

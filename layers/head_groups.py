@@ -5,7 +5,7 @@ GQA). With more tensor ranks than key/value heads, a head is repeated on each ra
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState, shared_units
+from ..parallel_state import ParallelState, require, shared_units
 
 
 class HeadGroups:
@@ -18,8 +18,7 @@ class HeadGroups:
     """
 
     def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
-        if heads % groups:
-            raise BadInput("heads", "groups", expected=f"a divisor of {heads} heads", found=groups)
+        require(heads % groups == 0, "heads", "groups", f"a divisor of {heads} heads", groups)
         size, index, group_size = state.tensor.size, state.tensor.index, heads // groups
         rank_heads = shared_units(heads, size, index)
         self.groups, self.shared = groups, groups % size > 0

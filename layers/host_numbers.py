@@ -1,6 +1,6 @@
 """Copy the host's numbers to a device without waiting, and remember them: nobody has to fetch them back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -56,21 +56,20 @@ def on_host(x: Tensor) -> Tensor | None:
     return host_numbers
 
 
-class HostNumbers:
-    """Hold a few numbers that never change; copy them once to each device and dtype that asks for them."""
+#: What ``constants`` has copied.
+_CONSTANTS: dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor] = {}
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = tuple(values)
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, (N,), on ``device``. In a traced graph they are constants of the graph."""
-        if torch.compiler.is_compiling():
-            return torch.tensor(self._values, dtype=dtype, device=device)
-        if (device, dtype) in self._copies:
-            return self._copies[device, dtype]
+def constants(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a few numbers that nobody may change, (N,), copied once to each device and dtype.
+
+    In a traced graph they are constants of the graph.
+    """
+    # A trace counts its own tensors, and ends with them.
+    if torch.compiler.is_compiling() or fake_mode() or device.type == "meta":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    place = numbers, device, dtype
+    if place not in _CONSTANTS:
         with torch.inference_mode(False):  # a backward may need them later
-            copy = torch.tensor(self._values, dtype=dtype, device=device)
-        if not (copy.is_meta or fake_mode()):  # a trace counts its own tensors, and ends with them
-            self._copies[device, dtype] = copy
-        return copy
+            _CONSTANTS[place] = torch.tensor(numbers, dtype=dtype, device=device)
+    return _CONSTANTS[place]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import BadInput, Declaration, DeclaredModule, declarations, declare_parameter, local
+from ..parallel_state import Declaration, DeclaredModule, declarations, declare_parameter, local, require
 from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .activation_checkpointing import products_recomputed
 from .dropout import own_random
@@ -44,8 +44,7 @@ def linears(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
 
 def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
     """Return the factor of the product B A; raise ``BadInput`` for a rank below 1."""
-    if r < 1:
-        raise BadInput("lora", "r", expected="at least 1", found=r)
+    require(r >= 1, "lora", "r", "at least 1", r)
     return alpha / (sqrt(r) if rslora else r)
 
 
@@ -68,10 +67,10 @@ def attach_lora(
     """
     scale = lora_scale(r, alpha, rslora=rslora)
     names = [*layer.parts]
-    for name in outputs or ():
-        if name not in names:
-            raise BadInput("lora", "outputs", expected=f"one of {', '.join(names)}", found=repr(name))
     adapted = names if outputs is None else outputs
+    once = 0 < len(adapted) == len({*adapted}.intersection(names))
+    expected = f"some of {', '.join(names)}, each once"
+    require(once, "lora", "outputs", expected, ", ".join(adapted) or "nothing")
     parts = [layer.parts[name] for name in adapted]
     bases = [declarations(part)["weight"] for part in parts]
     # Without a cut the factors lie as W does.
@@ -147,8 +146,8 @@ def add_adapter(layer: Any, adapter: LowRank, factors: Sequence[tuple[Declaratio
     ``factors``: A and B for each output; the outputs share one A.
     """
     places = [(adapter.a, adapter.a_name), *adapter.b.values()]
-    if any(name in dict(part.named_parameters(recurse=False)) for part, name in places):
-        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
+    second = any(name in dict(part.named_parameters(recurse=False)) for part, name in places)
+    require(not second, "lora", "outputs", "one adapter at each place", "a second")
     declarations = [factors[0][0], *(b for _, b in factors)]
     for (part, name), declaration in zip(places, declarations, strict=True):
         declare_parameter(part, name, declaration, layer.state)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import BadInput, Initial, ParallelState
+from ..parallel_state import Initial, ParallelState, require
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -25,8 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return the activation with this Hugging Face name; raise ``BadInput`` if there is none."""
-    if name not in ACTIVATIONS:
-        raise BadInput("mlp", "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(name))
+    require(name in ACTIVATIONS, "mlp", "hidden_act", f"one of {', '.join(ACTIVATIONS)}", repr(name))
     return ACTIVATIONS[name]
 
 

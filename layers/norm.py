@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ..parallel_state import Constant, DeclaredModule, ParallelState, declare_parameter, local, shared_units
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .head_groups import HeadGroups
-from .host_numbers import HostNumbers
+from .host_numbers import constants
 from .parallel_linear import cut_units, refuse_state
 
 
@@ -115,7 +115,7 @@ class _HeadsNorm(DeclaredModule):
         size, index = self.state.tensor.size, self.state.tensor.index
         everywhere = [head for rank in range(size) for head in shared_units(heads, size, rank)]
         #: On how many ranks each head here is.
-        self.copies = HostNumbers([everywhere.count(head) for head in shared_units(heads, size, index)])
+        self.copies = tuple(everywhere.count(head) for head in shared_units(heads, size, index))
 
     def weight_here(self) -> Tensor:
         """Return the weights of this rank's heads, (H, 1, E)."""
@@ -153,15 +153,13 @@ class HeadsRMSNorm(_HeadsNorm):
         x = x_BHSE.to(inner)
         squares_BHS1 = x.square().sum(-1, keepdim=True)
         if self.rows_here is not None:  # a head on two ranks counts half on each
-            squares_BHS1 = squares_BHS1 / self.copies.on(x.device, inner).view(-1, 1, 1)
+            squares_BHS1 = squares_BHS1 / constants(self.copies, x.device, inner).view(-1, 1, 1)
         sums_BGS1 = self.groups.sums(squares_BHS1)
         if self.groups.shared:  # groups that have no heads here add nothing to the sum over the ranks
-            own, groups = self.groups.held, self.groups.groups
-            if groups > 1:
-                sums_BGS1 = F.pad(sums_BGS1, (0, 0, 0, 0, own.start, groups - own.stop))
+            own = self.groups.held
+            sums_BGS1 = F.pad(sums_BGS1, (0, 0, 0, 0, own.start, self.groups.groups - own.stop))
             sums_BGS1 = copy_to_tensor(reduce_from_tensor(sums_BGS1, self.state), self.state)
-            if groups > 1:
-                sums_BGS1 = sums_BGS1[:, own.start : own.stop]
+            sums_BGS1 = sums_BGS1[:, own.start : own.stop]
         width = self.heads // self.groups.groups * self.head_dim
         scale_BGS1 = (sums_BGS1 / width + self.eps).rsqrt()
         y_BHSE: Tensor = x * self.groups.spread(scale_BGS1) * self.weight_here()

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, shared_units
+from ..parallel_state import BadInput, DeclaredModule, ParallelState, declare_parameter, require, shared_units
 from ..parallel_state.declaration import Cut, Declaration
 from ..parallel_state.initial_weights import Constant, Initial, Uniform
 from .collectives import enter_tensor, leave_tensor
@@ -123,10 +123,7 @@ class ParallelLinear(DeclaredModule):
         # With sequence parallelism each rank meets its own tokens.
         weight = Declaration(shape, partial=("tensor",) if self.state.sequence else ())
         if self.cut_dim == 0:
-            if features % unit:
-                raise BadInput(
-                    "linear", "out_features", expected=f"a multiple of unit={unit}", found=features
-                )
+            require(features % unit == 0, "linear", "out_features", f"a multiple of unit={unit}", features)
             weight, rows = cut_units(shape, unit, may_share, self.state)
         bias = replace(weight, shape=(features,))
         if self.cut_dim == 1:
@@ -217,6 +214,5 @@ class ReplicatedLinear(ParallelLinear):
 
 def refuse_state(value: object, layer: str, key: str) -> None:
     """Refuse a state given by position, which would be taken for another argument, and cut nothing."""
-    if isinstance(value, ParallelState):
-        todo = "The state is a keyword: state=..."
-        raise BadInput(layer, key, expected="no state", found="a ParallelState", todo=todo)
+    todo = "The state is a keyword: state=..."
+    require(not isinstance(value, ParallelState), layer, key, "no state", "a ParallelState", todo)

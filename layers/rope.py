@@ -7,11 +7,12 @@ et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportion
 
 from collections.abc import Mapping
 from math import ceil, floor, log, pi, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel_state import BadInput
+from ..parallel_state import require
 from ..system import literal
 from .autocast import without_autocast
 
@@ -56,8 +57,9 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling, self.interleaved = head_dim, theta, scaling, interleaved
-        self.kind = scaling.get("rope_type") if scaling else None
+        self.head_dim, self.theta, self.interleaved = head_dim, theta, interleaved
+        self.scaling = scaling or {}
+        self.kind = self.scaling.get("rope_type")
         # No buffers: never on the meta device, never saved.
         self._inverse = inverse_frequencies(head_dim, theta, scaling)
         self._long = inverse_frequencies(head_dim, theta, scaling, long=True)
@@ -66,9 +68,7 @@ class RotaryEmbedding(nn.Module):
     @property
     def by_length(self) -> int | None:
         """Return the number of tokens above which a document's angles depend on its length, or ``None``."""
-        if self.scaling is None or self.kind not in ("longrope", "dynamic"):
-            return None
-        return int(_number(self.scaling, "original_max_position_embeddings"))
+        return int(_number(self.scaling, ORIGINAL)) if self.kind in ("longrope", "dynamic") else None
 
     @without_autocast
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rope:
@@ -93,7 +93,7 @@ class RotaryEmbedding(nn.Module):
         inverse, long = self._inverse.to(positions.device), self._long.to(positions.device)
         if not positions.is_meta:
             self._inverse, self._long = inverse, long
-        if self.by_length is None or self.scaling is None:
+        if self.by_length is None:
             return inverse
         if lengths is None:
             lengths = (positions.amax(-1, keepdim=True) + 1).expand_as(positions)
@@ -102,10 +102,11 @@ class RotaryEmbedding(nn.Module):
         return torch.where((lengths > self.by_length).unsqueeze(-1), long, inverse)
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, theta={self.theta}, scaling={self.scaling}"
+        return f"{self.head_dim}, theta={self.theta}, scaling={self.scaling or None}"
 
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+ORIGINAL = "original_max_position_embeddings"
 Scaling = Mapping[str, object]
 
 
@@ -119,33 +120,28 @@ def inverse_frequencies(
     With dynamic scaling the angles are those of a document within this length; see ``dynamic_frequencies``
     for longer ones. Raises ``BadInput`` for an unknown type or a missing number.
     """
-    kind = str(scaling.get("rope_type", "default")) if scaling else "default"
-    if kind not in SCALINGS:
-        raise BadInput("rope", "rope_type", expected=f"one of {', '.join(SCALINGS)}", found=kind)
+    scaling = scaling or {}
+    kind = str(scaling.get("rope_type", "default"))
+    require(kind in SCALINGS, "rope", "rope_type", f"one of {', '.join(SCALINGS)}", kind)
     waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     inverse: Tensor = 1.0 / waves
-    if scaling is None or kind == "default":
+    if kind == "default":
         return inverse
-    if kind in ("dynamic", "longrope"):
-        _number(scaling, "original_max_position_embeddings")
-    if kind == "dynamic":
-        _number(scaling, "factor")
-        return inverse
+    original = 0.0 if kind in ("linear", "proportional") else _number(scaling, ORIGINAL)
     if kind == "longrope":
         key = "long_factor" if long else "short_factor"
-        factors = scaling.get(key)
-        if not isinstance(factors, list | tuple) or len(factors) != len(waves):
-            raise BadInput("rope", key, expected=f"{len(waves)} numbers", found=literal(factors))
+        factors: Any = scaling.get(key)
+        numbers = isinstance(factors, list | tuple) and len(factors) == len(waves)
+        require(numbers, "rope", key, f"{len(waves)} numbers", literal(factors))
         inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * waves)
         return inverse
     factor = _number(scaling, "factor")
-    if kind == "linear":
-        return inverse / factor
+    if kind == "dynamic":
+        return inverse
     if kind == "proportional":  # pairs beyond the share do not turn
-        turning = int(_number(scaling, "partial_rotary_factor") * head_dim // 2)
-        inverse[turning:] = 0.0
+        inverse[int(_number(scaling, "partial_rotary_factor") * head_dim // 2) :] = 0.0
+    if kind in ("linear", "proportional"):
         return inverse / factor
-    original = _number(scaling, "original_max_position_embeddings")
     if kind == "yarn":
         extrapolation = 1 - _yarn_ramp(head_dim, theta, scaling, original)
         inverse = 1.0 / (factor * waves) * (1 - extrapolation) + inverse * extrapolation
@@ -162,7 +158,7 @@ def inverse_frequencies(
 
 def dynamic_frequencies(lengths: Tensor, head_dim: int, theta: float, scaling: Scaling) -> Tensor:
     """Return angles per position, (..., head_dim / 2), of tokens whose documents have these ``lengths``."""
-    factor, original = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+    factor, original = _number(scaling, "factor"), _number(scaling, ORIGINAL)
     stretch = factor * lengths.clamp(min=original) / original - (factor - 1)
     base = theta * stretch ** (head_dim / (head_dim - 2))
     exponents = torch.arange(0, head_dim, 2, dtype=base.dtype, device=base.device) / head_dim
@@ -172,20 +168,18 @@ def dynamic_frequencies(lengths: Tensor, head_dim: int, theta: float, scaling: S
 
 def attention_factor(scaling: Scaling | None) -> float:
     """Return the factor of cosine and sine; scores grow with its square (yarn, longrope)."""
-    kind = scaling.get("rope_type") if scaling else None
-    if scaling is None or kind not in ("yarn", "longrope"):
+    scaling = scaling or {}
+    kind = scaling.get("rope_type")
+    if kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     factor = _number(scaling, "factor")
     if kind == "longrope":
-        original = _number(scaling, "original_max_position_embeddings")
-        return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return yarn_scale(factor, _number(scaling, "mscale")) / yarn_scale(
-            factor, _number(scaling, "mscale_all_dim")
-        )
-    return yarn_scale(factor, 1.0)
+        return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(_number(scaling, ORIGINAL)))
+    keys = "mscale", "mscale_all_dim"
+    over, under = (_number(scaling, key) for key in keys) if all(map(scaling.get, keys)) else (1.0, 0.0)
+    return yarn_scale(factor, over) / yarn_scale(factor, under)
 
 
 def yarn_scale(factor: float, scale: float) -> float:
@@ -211,7 +205,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: Scaling, original: float) -
 
 
 def _number(scaling: Scaling, key: str) -> float:
-    value = scaling.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise BadInput("rope", key, expected="a number", found=literal(value))
-    return float(value)
+    number: Any = scaling.get(key)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    require(is_number, "rope", key, "a number", literal(number))
+    return float(number)

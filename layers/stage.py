@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 from torch import nn
@@ -42,20 +43,17 @@ class Stage:
         return _of_rank(stages, state.layout.stages_of(state.at.pipeline))
 
 
-def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[Stage]:
+def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> tuple[Stage, ...]:
     """Return every stage of a model in its order; each block is in exactly one."""
-    return list(_all_stages(tuple(split_blocks(num_layers, stages, split))))
+    return _all_stages(tuple(split_blocks(num_layers, stages, split)))
 
 
 @lru_cache(maxsize=64)
 def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the stages of these numbers of blocks; each rank of a pipeline asks for all of them."""
-    stages: list[Stage] = []
-    start, last = 0, len(counts) - 1
-    for number, count in enumerate(counts):
-        stages.append(Stage(tuple(range(start, start + count)), number == 0, number == last, number))
-        start += count
-    return tuple(stages)
+    ends, last = [0, *accumulate(counts)], len(counts) - 1
+    bounds = enumerate(pairwise(ends))
+    return tuple(Stage(tuple(range(*run)), number == 0, number == last, number) for number, run in bounds)
 
 
 @lru_cache(maxsize=4096)  # a plan of many layouts asks for each many times

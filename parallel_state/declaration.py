@@ -7,7 +7,7 @@ from math import gcd, lcm
 import torch
 from torch import nn
 
-from ..system.errors import BadInput, nearest_divisors
+from ..system.errors import BadInput, nearest_divisors, require
 from .initial_weights import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 from .pieces import Box
@@ -83,9 +83,8 @@ class Declaration:
 
     def check_shared(self, name: str) -> None:
         """Refuse a scalar, which FSDP cannot hold."""
-        if not (self.shape or self.buffer):
-            expected, todo = "a dim, where data or context ranks share weights", "Make it of shape (1,)"
-            raise BadInput(name, "shape", expected=expected, found="()", todo=todo)
+        expected, todo = "a dim, where data or context ranks share weights", "Make it of shape (1,)"
+        require(self.shape or self.buffer, name, "shape", expected, "()", todo)
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
         """Return what the rank at these coordinates holds, with padding, before the data axes shard it."""

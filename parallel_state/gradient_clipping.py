@@ -30,8 +30,8 @@ class GradientClipping:
         self._parameters = parameters
         self._owned = {name: declared[name].owner(state.layout, state.at) for name, _ in parameters}
         fixed = buffer_names(declared)
-        inner = {promoted(parameter.dtype.to_real()) for name, parameter in parameters if name not in fixed}
-        self._dtype = inner.pop() if len(inner) == 1 else torch.float32
+        trained = (parameter for name, parameter in parameters if name not in fixed)
+        self._dtype = promoted(*(parameter.dtype.to_real() for parameter in trained))
         # The gradients' device (the host if they are offloaded), so that all ranks sum on the same kind.
         self._device = next((parameter.device for _, parameter in parameters), state.device)
         self._counts: tuple[tuple[bool, ...], Tensor] | None = None
@@ -42,8 +42,7 @@ class GradientClipping:
         total = torch.zeros((), dtype=self._dtype, device=self._device)
         if named_grads:
             grads = [grad for _, grad in named_grads]
-            dtype = promoted(*{grad.dtype for grad in grads})
-            squares = torch.stack(foreach_norm(grads, dtype)) ** 2
+            squares = torch.stack(foreach_norm(grads, self._dtype)) ** 2
             owned = tuple(self._owned[name] for name, _ in named_grads)
             total = (squares if all(owned) else squares * self._mask(owned, squares)).sum()
         if self.state.layout.world > 1:

@@ -114,7 +114,7 @@ WAITS = (
     # At the start of a run, where it saves and evaluates, and in generation.
     Wait("checkpoints/optimizer_state.py: _restored", "upload", "each moment's number of steps"),
     Wait("layers/rope.py: RotaryEmbedding._inverses", "upload", "the table of frequencies"),
-    Wait("layers/host_numbers.py: HostNumbers.on", "upload", "slopes of ALiBi, shared heads"),
+    Wait("layers/host_numbers.py: constants", "upload", "slopes of ALiBi, shared heads"),
     Wait("layers/attention/kernel_checks.py: _tried", "upload", _CHECK),
     Wait("layers/attention/kernel_checks.py: _tried", "read", _CHECK),
     Wait("layers/attention/kernel_checks.py: _documents", "upload", _CHECK),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState, alone_or
+from ...parallel_state import Constant, Cut, DeclaredModule, Initial, ParallelState, alone_or, require
 from ..dropout import own_random
 from ..head_groups import HeadGroups
 from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
@@ -49,6 +49,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.heads, self.key_dim, self.value_dim, self.state = heads, key_dim, value_dim, alone_or(state)
         self.trained, self.window = trained, window
+        require(window is None or window >= 1, "attention", "window", "at least 1", window)
 
     @property
     def one_graph(self) -> bool:

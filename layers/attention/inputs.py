@@ -1,7 +1,5 @@
 """Make the rotations and masks of one forward pass, once, for all of its attention layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -37,7 +35,7 @@ class AttentionInputs:
         cache: KeyValueCache | None = None,
         *,
         like: Tensor,
-        layers: Iterable[AttentionLayer] = (),
+        layers: Iterable["AttentionLayer"] = (),
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:

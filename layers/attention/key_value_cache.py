@@ -5,7 +5,7 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 
 from torch import Tensor, nn
 
-from ...parallel_state import BadInput
+from ...parallel_state import require
 from .visible import restarts
 
 
@@ -31,9 +31,8 @@ class KeyValueCache:
         document, so the host does not wait for the device at each of them.
         """
         start, new = self.used, positions_BS.shape[1]
-        if start + new > self.length:
-            expected = f"at most {self.length} tokens in a row, the cache's length"
-            raise BadInput("KeyValueCache.advance", expected=expected, found=start + new)
+        expected = f"at most {self.length} tokens in a row, the cache's length"
+        require(start + new <= self.length, "KeyValueCache.advance", None, expected, start + new)
         self.start, self.used = start, start + new
         if start == 0:
             self.packed = restarts(positions_BS, wait=True)
@@ -46,6 +45,7 @@ class KeyValueCache:
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens' keys and values; return all so far, (B, K, T, E), as views of the memory."""
         if block not in self._held:
+            require(len(k_BKSE) == self.batch, "KeyValueCache", "rows", self.batch, len(k_BKSE))
             self._held[block] = tuple(
                 x.new_empty(self.batch, x.shape[1], self.length, x.shape[3]) for x in (k_BKSE, v_BKSE)
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel_state import BadInput, Initial, ParallelState
+from ...parallel_state import Initial, ParallelState, require
 from ..collectives import enter_tensor
 from ..norm import RMSNorm
 from ..parallel_linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -53,9 +53,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         state: ParallelState | None = None,
     ) -> None:
         key_dim = qk_nope_head_dim + qk_rope_head_dim
-        if v_head_dim > key_dim:
-            expected = f"at most {key_dim}, the width of a query head"
-            raise BadInput("attention", "v_head_dim", expected=expected, found=v_head_dim)
+        expected = f"at most {key_dim}, the width of a query head"
+        require(v_head_dim <= key_dim, "attention", "v_head_dim", expected, v_head_dim)
         super().__init__(heads, key_dim, v_head_dim, Scores(scale, dropout=dropout), state=state)
         self.sinks = None
         self.key_parts = qk_nope_head_dim, qk_rope_head_dim

@@ -51,31 +51,30 @@ class AttentionScope:
         state: ParallelState | None = None,
     ) -> None:
         assert window is None or positions is not None, "a window needs positions"
-        #: Whether documents or a window hide keys that causality alone would show.
-        self.masked = False
-        #: True if keys and queries are the same tokens, and causality alone decides.
-        self.causal = True
-        self.state, self._cache, self._window, self._packed = alone_or(state), cache, window, False
+        self.state, self._cache, self._window = alone_or(state), cache, window
         self.over_context = self.state.context.size > 1
+        assert cache is None or not self.over_context, "a cache holds whole sequences, not chunks of a rank"
         self._positions = None if positions is None else positions.reshape(-1, positions.shape[-1])
         #: The place in its row of the first token of this forward.
         self._start = 0 if cache is None else cache.start
         self._made: dict[object, Any] = {}
         #: Over context ranks the lowest and the highest place that tokens of each chunk see first.
         self._bounds: Sequence[Sequence[int]] = [(0, 0)] * 2
-        if self.over_context:
-            assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
-            if self._positions is not None:
-                self._bounds = self._bounds_of_chunks(self._positions)
-        elif cache is not None:
-            later = 0 < cache.start < cache.used - 1  # several tokens that follow others
-            self._packed = cache.packed
-            self.masked = self._packed or later or exceeds(window, cache.used)
-            self.causal = cache.start == 0 and not self.masked
+        self._packed, tokens = False, 0
+        if cache is not None:
+            self._packed, tokens = cache.packed, cache.used
+        elif self._positions is not None and self.over_context:
+            self._bounds = self._bounds_of_chunks(self._positions)
         elif self._positions is not None:
-            self._packed = restarts(self._positions)
-            self.masked = self._packed or exceeds(window, self._positions.shape[1])
-            self.causal = not self.masked
+            self._packed, tokens = restarts(self._positions), self._positions.shape[1]
+        later = 0 < self._start < tokens - 1  # several tokens that follow others
+        #: Whether documents or a window hide keys that causality alone would show.
+        self.masked = self._packed or later or exceeds(window, tokens)
+
+    @property
+    def causal(self) -> bool:
+        """Return whether keys and queries are the same tokens, and causality alone decides."""
+        return self._start == 0 and not self.masked
 
     @property
     def cached(self) -> bool:
@@ -157,8 +156,7 @@ class AttentionScope:
         return mask
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
-        mask = self._made.get("mask")
-        mask = self._dense() if mask is None else mask
+        mask = self._made["mask"] if "mask" in self._made else self._dense()
         return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
 
     def _dense(self) -> Tensor:

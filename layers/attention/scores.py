@@ -9,14 +9,14 @@ Sources: Press et al. 2022 (ALiBi); Xiao et al. 2023 and GPT-OSS's model card (2
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import floor, log2
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..host_numbers import HostNumbers
+from ..host_numbers import constants
 from .backends import Score
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
@@ -49,18 +49,14 @@ class Alibi:
     slopes: tuple[float, ...]
     factor: float = 1.0
     rounded: bool = False
-    _slopes: HostNumbers = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_slopes", HostNumbers(self.slopes))
 
     def of_heads(self, start: int, stop: int) -> "Alibi":
         """Return the biases of the heads from ``start`` up to ``stop``."""
-        return Alibi(self.slopes[start:stop], self.factor, self.rounded)
+        return replace(self, slopes=self.slopes[start:stop])
 
     def steepness(self, device: torch.device) -> Tensor:
         """Return (H,) in fp32: what a key's score changes by for each position that it lies ahead."""
-        return self._slopes.on(device, torch.float32) * self.factor
+        return constants(self.slopes, device, torch.float32) * self.factor
 
     def bias(self, queries_Q: Tensor, keys_T: Tensor, starts_BQ: Tensor | None) -> ScoreBias:
         """Return the bias of scores, from the places of queries and keys in their row, and from the places
@@ -79,7 +75,7 @@ class Alibi:
 
     def _products(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, Q, T) -> (B, H, Q, T)"""
-        slopes = self._slopes.on(positions.device, dtype).view(-1, 1, 1)
+        slopes = constants(self.slopes, positions.device, dtype).view(-1, 1, 1)
         if self.rounded:
             return (slopes.bfloat16() * positions.unsqueeze(1)).to(dtype) * self.factor
         return slopes * positions.unsqueeze(1) * self.factor

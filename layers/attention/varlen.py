@@ -4,7 +4,6 @@ B batch  S sequence  H query heads here  K key/value heads here  E head dim
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -30,17 +29,9 @@ def _load_kernel() -> None:
         _kernel = partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """State where the documents of a batch start, its rows one after the other.
-
-    ``starts``: (documents + 1,), int32, the first token of each, and the number of all tokens. ``longest``:
-    tokens of the longest one, or of a row. ``window``: number of tokens that a token sees, itself included.
-    """
-
-    starts: Tensor
-    longest: int
-    window: int | None = None
+#: Of a batch's documents, its rows one after the other: the first token of each and the number of all tokens,
+#: (documents + 1,), int32; tokens of the longest one; the window, see ``AttentionScope``.
+Sequences = tuple[Tensor, int, int | None]
 
 
 def sequences_of(
@@ -59,18 +50,17 @@ def sequences_of(
     starts[:, 0] = True
     places = torch.cat((starts.flatten().nonzero().squeeze(1), torch.tensor([starts.numel()])))
     longest = int(places.diff().max())
-    return Sequences(places.to(device, torch.int32, non_blocking=True), longest, window)
+    return places.to(device, torch.int32, non_blocking=True), longest, window
 
 
 def varlen_attention(
     q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sequences: Sequences, *, scale: float | None = None
 ) -> Tensor:
     """Compute causal attention inside each of the sequences: (B, H, S, E), or as wide as ``v``."""
-    batch, width = q_BHSE.shape[0], v_BKSE.shape[-1]
+    batch, width, (starts, longest, window) = q_BHSE.shape[0], v_BKSE.shape[-1], sequences
     # (B S, heads, E): the projections return tokens before heads, so that q and k are views.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q_BHSE, k_BKSE, widened(v_BKSE, q_BHSE)))
-    before = -1 if sequences.window is None else sequences.window - 1
-    starts, longest = sequences.starts, sequences.longest
+    before = -1 if window is None else window - 1
     assert _kernel is not None, "sequences come first"
     out = _kernel(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(before, 0))
     heads_BHSE: Tensor = out[..., :width].unflatten(0, (batch, -1)).transpose(1, 2)

@@ -17,7 +17,7 @@ def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state:
     ``places_S``: where the tokens stand in rows of ``tokens`` tokens. Over several context ranks the call is
     collective: they tell each other their positions.
     """
-    starts_BS = places_S - positions_BS
+    starts_BS, _ = starts_and_firsts(positions_BS, None, places_S)
     all_starts, ends = starts_BS, positions_BS + 1
     if state.context.size > 1:
         all_starts, ends = (

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import BadInput, Cut, DeclaredModule, Layout, ParallelState, declarations, local
+from ...parallel_state import Cut, DeclaredModule, Layout, ParallelState, declarations, local, require
 from ...parallel_state.initial_weights import Initial, Uniform
 from ..lora import LowRank, add_adapter, factors_of, lora_scale
 from ..mlp import activation
@@ -83,10 +83,8 @@ class ClampedExperts(Experts):
 
     ``gate`` is at most ``limit``, ``up`` between ``-limit`` and ``limit``. Both come from one product, whose
     even columns are the gate. The parameters lie as Hugging Face's do: ``gate_up`` (E, D, 2F), ``down``
-    (E, F, D), ``gate_up_bias`` (E, 2F) and ``down_bias`` (E, D), which one tensor rank adds. A rank holds the
-    experts of its place on the ``expert`` axis, and of each the part of its tensor rank. Input: (M, D),
-    sorted by expert, with ``counts`` rows for each expert on this rank. Output: (M, D), partial over the
-    tensor ranks. Source: GPT-OSS's model card (2025), section 2.3.
+    (E, F, D), ``gate_up_bias`` (E, 2F) and ``down_bias`` (E, D), which one tensor rank adds. Input, output
+    and what a rank holds are those of ``Experts``. Source: GPT-OSS's model card (2025), section 2.3.
     """
 
     transposed = True
@@ -141,9 +139,8 @@ def attach_expert_lora(
     """
     scale = lora_scale(r, alpha, rslora=rslora)
     legal = [*experts.products, *((name,) for names in experts.products if names[1:] for name in names)]
-    if tuple(outputs) not in legal:
-        expected = " or ".join(", ".join(names) for names in legal)
-        raise BadInput("lora", "outputs", expected=expected, found=", ".join(outputs))
+    expected = " or ".join(", ".join(names) for names in legal)
+    require(tuple(outputs) in legal, "lora", "outputs", expected, ", ".join(outputs))
     stacks, b = declarations(experts), {output: (experts, f"lora_B_{output}") for output in outputs}
     adapter = LowRank(experts, f"lora_A_{'_'.join(outputs)}", b, scale, grouped_mm)
     factors = [factors_of(stacks[output], r, ("tensor",), experts.transposed) for output in outputs]

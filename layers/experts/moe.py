@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import BadInput, DeclaredModule, Initial, ParallelState, Uniform, alone_or, local
+from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or, local, require
 from ..collectives import enter_tensor, leave_tensor
 from ..mlp import GatedMLP
 from .dispatch import Dispatch
@@ -64,9 +64,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         net = shared.net if isinstance(shared, GatedShared) else shared
-        if net is not None and not getattr(net, "entered", False):
-            expected, actual = "a GatedMLP with entered=True", "one with collectives of its own"
-            raise BadInput("MoE", "shared", expected=expected, found=actual)
+        entered, actual = getattr(net, "entered", net is None), "one with collectives of its own"
+        require(entered, "MoE", "shared", "a GatedMLP with entered=True", actual)
         self.state = alone_or(state)
         self.router, self.experts, self.shared = router, experts, shared
 

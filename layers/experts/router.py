@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import BUFFER_DTYPE, BadInput, DeclaredModule, ParallelState, engine, local
+from ...parallel_state import BUFFER_DTYPE, DeclaredModule, ParallelState, engine, local, require
 from ...parallel_state.engine.autograd_and_compiler import in_backward
 from ...parallel_state.initial_weights import Initial, Uniform
 from ..autocast import without_autocast
@@ -187,12 +187,10 @@ class _Inject(torch.autograd.Function):
 
 
 def _check(experts: int, top_k: int, score: str, groups: int, groups_kept: int) -> None:
-    if score not in ("softmax", "sigmoid"):
-        raise BadInput("router", "score", expected="softmax or sigmoid", found=repr(score))
-    if not 1 <= top_k <= experts:
-        raise BadInput("router", "top_k", expected=f"1 to {experts}, the experts", found=top_k)
-    if groups < 1 or experts % groups:
-        raise BadInput("router", "groups", expected=f"a divisor of {experts} experts", found=groups)
-    if not 1 <= groups_kept <= groups or top_k > experts // groups * groups_kept:
-        expected = f"1 to {groups} groups that hold at least top_k={top_k} experts"
-        raise BadInput("router", "groups_kept", expected=expected, found=groups_kept)
+    require(score in ("softmax", "sigmoid"), "router", "score", "softmax or sigmoid", repr(score))
+    require(1 <= top_k <= experts, "router", "top_k", f"1 to {experts}, the experts", top_k)
+    divides = groups >= 1 and experts % groups == 0
+    require(divides, "router", "groups", f"a divisor of {experts} experts", groups)
+    enough = 1 <= groups_kept <= groups and top_k <= experts // groups * groups_kept
+    expected = f"1 to {groups} groups that hold at least top_k={top_k} experts"
+    require(enough, "router", "groups_kept", expected, groups_kept)

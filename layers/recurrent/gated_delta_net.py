@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import BadInput, Cut, DeclaredModule, ParallelState, local
+from ...parallel_state import Cut, DeclaredModule, ParallelState, local, require
 from ...parallel_state.initial_weights import Constant, Initial, LogUniform
 from ..attention.inputs import AttentionInputs
 from ..autocast import without_autocast
@@ -61,9 +61,8 @@ class GatedDeltaNet(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__(state)
-        if value_heads % key_heads:
-            expected = f"a multiple of key_heads={key_heads}"
-            raise BadInput("GatedDeltaNet", "value_heads", expected=expected, found=value_heads)
+        expected = f"a multiple of key_heads={key_heads}"
+        require(value_heads % key_heads == 0, "GatedDeltaNet", "value_heads", expected, value_heads)
         self.key_dim, self.value_dim = key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}

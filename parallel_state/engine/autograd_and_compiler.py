@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import ModuleType, SimpleNamespace
@@ -74,6 +74,24 @@ def without_compiler() -> Iterator[None]:
             del sys.modules[name]
         for function in left_alone:  # they ask again, for the compiler may come
             vars(function).pop("__dynamo_disable", None)
+
+
+@contextmanager
+def replaced(
+    places: Iterable[tuple[Any, str]], method: Callable[[Any, str], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put ``method(owner, name)`` in the place of these methods and functions of torch's meanwhile."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name in places]
+    for owner, name, _ in before:
+        setattr(owner, name, method(owner, name))
+    try:
+        yield
+    finally:
+        for owner, name, own in before:
+            if own is None:  # it is the class's
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 def fake_mode() -> Any | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .accelerator import is_host, use_in_current_stream
-from .autograd_and_compiler import after_backward, in_backward
+from .autograd_and_compiler import after_backward, in_backward, replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -74,25 +75,9 @@ def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
         "reshard": lambda: None,
         "pre_forward": lambda module, args, kwargs: (args, kwargs),  # torch 2.14 looks at gathered weights
     }
-    with _replaced([*groups_of(modules)], methods, lambda group, name: methods[name]):
+    places = product(groups_of(modules), methods)
+    with replaced(places, lambda group, name: methods[name]):
         yield
-
-
-@contextmanager
-def _replaced(
-    groups: Sequence[Any], names: Iterable[str], method: Callable[[Any, str], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put ``method(group, name)`` in the place of these methods of FSDP's groups meanwhile."""
-    places = [(group, name, vars(group).get(name)) for group in groups for name in names]
-    for group, name, _ in places:
-        setattr(group, name, method(group, name))
-    try:
-        yield
-    finally:
-        for group, name, before in places:
-            delattr(group, name)
-            if before is not None:  # another one of these contexts' own
-                setattr(group, name, before)
 
 
 @contextmanager
@@ -116,7 +101,7 @@ def watched(
 
         return work
 
-    with _replaced([*groups_of(modules)], kinds, inside):
+    with replaced(product(groups_of(modules), kinds), inside):
         yield
 
 

@@ -1,9 +1,7 @@
 """Reach the tensors that this rank stores, in a DTensor or in a nest, and change many of them at once."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
 
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
-_NESTS = (list, tuple, dict)
+_LIKELY = (Tensor, list, tuple, dict)
 
 
-def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
+def is_dtensor(x: Tensor) -> "TypeIs[DTensor]":
     """Tell whether ``x`` is a DTensor. Those are imported late: their import takes half a second."""
     if type(x) in (Tensor, nn.Parameter):
         return False
@@ -132,20 +130,14 @@ def tensors_in(nest: object, *, records: bool = False) -> list[Tensor]:
     """
     if isinstance(nest, Tensor):
         return [nest]
-    tensors: list[Tensor] = []
     if records and _is_record(nest):
         nest = _fields(nest)
-    if isinstance(nest, _NESTS):
-        _collect(nest, tensors, records)
-    return tensors
-
-
-def _collect(nest: Iterable[Any], tensors: list[Tensor], records: bool) -> None:
-    for element in nest.values() if isinstance(nest, dict) else nest:
-        if isinstance(element, Tensor):
-            tensors.append(element)
-        elif records or isinstance(element, _NESTS):
-            tensors += tensors_in(element, records=records)
+    if isinstance(nest, dict):
+        nest = nest.values()
+    elif not isinstance(nest, list | tuple):
+        return []
+    likely = [element for element in nest if records or isinstance(element, _LIKELY)]
+    return [tensor for element in likely for tensor in tensors_in(element, records=records)]
 
 
 def _is_record(nest: object) -> bool:

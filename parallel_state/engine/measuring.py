@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from . import collectives
 from .accelerator import is_accelerator, synchronize
+from .autograd_and_compiler import replaced
 from .fully_sharded import watched
 
 if TYPE_CHECKING:
@@ -38,35 +39,28 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
     code keeps its own collectives, which are then not seen.
     """
     waited, thread = Waited(), threading.get_ident()
-    settle = partial(synchronize, device) if is_accelerator(device) else None
+    on_host = not is_accelerator(device)
+    settle = (lambda: None) if on_host else partial(synchronize, device)
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(owner: Any, name: str) -> Callable[..., Any]:
+        call = getattr(owner, name)
+
         def wait(*args: Any, **options: Any) -> Any:
-            if settle is None and threading.get_ident() != thread:
+            if on_host and threading.get_ident() != thread:
                 return call(*args, **options)
-            if settle is not None:
-                settle()
+            settle()
             began = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:
-                if settle is not None:
-                    settle()
+                settle()
                 waited.seconds += time.perf_counter() - began
 
         return wait
 
-    places: list[tuple[Any, str]] = [(dist.Work, "wait")]
-    if not compiled:
-        places.append((collectives, "wait_tensor"))
-    before = [getattr(owner, name) for owner, name in places]
-    try:
-        for (owner, name), call in zip(places, before, strict=True):
-            setattr(owner, name, timed(call))
+    places: list[tuple[Any, str]] = [(dist.Work, "wait"), (collectives, "wait_tensor")]
+    with replaced(places[:1] if compiled else places, timed):
         yield waited
-    finally:
-        for (owner, name), call in zip(places, before, strict=True):
-            setattr(owner, name, call)
 
 
 #: Where NCCL's own watchdog writes when a collective times out: a path that a rank's number follows.

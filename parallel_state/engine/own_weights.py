@@ -1,7 +1,5 @@
 """Refuse uses of a sharded model that would compute with other weights than its own, gathered ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 

@@ -191,7 +191,11 @@ def test_rows_without_lengths_are_documents_of_their_own():
     dynamic = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 64}
     ours, positions = RotaryEmbedding(16, 1e4, dynamic), torch.tensor([[98, 99], [40, 41]])
     lengths = torch.tensor([[100, 100], [42, 42]])
-    assert torch.equal(ours(positions, torch.float32).cos, ours(positions, torch.float32, lengths).cos)
+    expected = ours(positions, torch.float32, lengths).cos
+    assert torch.equal(ours(positions, torch.float32).cos, expected)
+    like, state = torch.zeros(2, 2, 4), ParallelState.alone()
+    rope = AttentionInputs(positions, like=like, rotary={"all": ours}, state=state).rope("all")
+    assert torch.equal(rope.cos, expected)
 
 
 def test_fp64_stays_fp64():

@@ -8,6 +8,7 @@ from trilith.layers import (
     Experts,
     GatedDeltaNet,
     GatedMLP,
+    KeyValueCache,
     LayerNorm,
     MoE,
     MultiHeadLatentAttention,
@@ -111,6 +112,11 @@ CALLS = {
         r"MoE: shared: expected a GatedMLP with entered=True",
     ),
     "uneven groups": (lambda: Attention(24, heads=6, head_dim=4, kv_heads=4), "divisor of 6 heads, found 4"),
+    "a window of no token": (lambda: Attention(8, heads=2, head_dim=4, window=0), "window: .*1, found 0"),
+    "a cache of more rows": (
+        lambda: KeyValueCache(4, 8).extend(torch.nn.Identity(), *torch.ones(2, 1, 1, 3, 4)),
+        "KeyValueCache: rows: expected 4, found 1",
+    ),
     "gathered logits": (lambda: loss_of_logits(128, TWO), r"64 columns: a part of 50, found 128\. Do not"),
     "too few logits": (lambda: loss_of_logits(49), "logits: expected at least 50, found 49"),
     "too few rows of a head": (lambda: loss_of_chunks(rows=127), "weight: expected at least 128, found 127"),
@@ -168,7 +174,12 @@ CALLS = {
         "at least top_k=3 experts, found 1",
     ),
     "an adapter of rank 0": (lambda: with_adapter(r=0), "r: expected at least 1, found 0"),
-    "an adapter of no output": (lambda: with_adapter(outputs=["z"]), "one of q, k, found 'z'"),
+    "an adapter of no output": (
+        lambda: with_adapter(outputs=["z"]),
+        "outputs: expected some of q, k, each once, found z",
+    ),
+    "an adapter of nothing": (lambda: with_adapter(outputs=[]), "some of q, k, each once, found nothing"),
+    "an adapter twice": (lambda: with_adapter(outputs=["k", "k"]), "of q, k, each once, found k, k"),
     "a second adapter": (lambda: with_adapter(outputs=["q"]), "one adapter at each place"),
     "experts' adapter in another order": (
         lambda: experts_with_adapter(["up", "gate"], 1),
