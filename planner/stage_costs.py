@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ..layers import Checkpointing, checkpointed
 from ..parallel_state import Layout
-from ..simulation.piece import Piece
-from ..simulation.trace import Trace
+from ..simulation.trace import Piece, Trace
 from .remembered import remembered
 from .step_shape import Work
 

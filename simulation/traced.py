@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ..parallel_state.engine import tensors_in
 from ..parallel_state.engine.weight_gradients import Group, compute_input_gradients, compute_weight_gradients
 from .live_bytes import Storage
-from .piece import InTwo
 from .recorder import Recorder
-from .trace import Trace
+from .trace import InTwo, Trace
 
 
 class _Given(torch.autograd.Function):

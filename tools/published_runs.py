@@ -13,8 +13,7 @@ from typing import Any, Literal
 from trilith.models import family_of, published_sizes
 from trilith.parallel_state import Layout, ParallelState
 from trilith.planner import Asked, Work, sampled
-from trilith.planner.device_memory import FRAGMENTATION, reserved_bytes
-from trilith.planner.memory import memory_of
+from trilith.planner.memory import FRAGMENTATION, memory_of, reserved_bytes
 from trilith.planner.time import StepTime, StepTimer, machine_named
 from trilith.storage.small_files import read_toml
 

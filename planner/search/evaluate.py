@@ -11,8 +11,7 @@ from ...pipeline import ScheduleName
 from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import cut_stages
-from ..device_memory import reserved_bytes
-from ..memory import MemoryPlan, memory_of_walk
+from ..memory import MemoryPlan, memory_of_walk, reserved_bytes
 from ..planned_model import PlannedModel, of_own_module, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk

@@ -19,7 +19,7 @@ from trilith.planner.search.candidates import candidates
 from trilith.planner.search.choice import recipe_of
 from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
-from trilith.planner.search.page import make_page
+from trilith.planner.search.pages import make_page
 from trilith.planner.search.shortage import none_legal
 from trilith.planner.search.strategy import critical_batch
 from trilith.planner.search.tally import Reason, Tally
