@@ -82,7 +82,7 @@ def train(
 
     chosen: Fit | None = None
     if fit:
-        from ..planner.search.ranks_left import fit as layout_for
+        from ..planner.search.chosen_recipes import fit as layout_for
 
         chosen = layout_for
     code = run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen)

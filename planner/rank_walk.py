@@ -38,7 +38,7 @@ class RankWalk:
         largest = max((piece.plain.weights for piece in blocks), default=0.0)
         self.numbers = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.numbers, largest=largest)
+            stage.in_walk(work, gathers=self.zero == 3, own_input=number - 1 in self.numbers, largest=largest)
             for number, stage in zip(self.numbers, stages, strict=True)
         ]
         runs = [stage.runs for stage in self.stages]

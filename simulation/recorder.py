@@ -10,9 +10,8 @@ from torch import Tensor
 from ..layers.rounds import watched_rounds
 from ..parallel_state.engine import tensors_in
 from ..parallel_state.process_groups import STAND_IN
-from .forms import remembered
 from .live_bytes import Call, LiveBytes, Part, Storage
-from .operators import facts_of
+from .operators import facts_of, remembered
 from .record import Collective
 from .waits import refuse_numbers
 

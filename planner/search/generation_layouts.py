@@ -18,9 +18,9 @@ from ...simulation.without_numbers import MicroBatch
 from ...training.own_module import OwnFamily
 from ..sampled_model import sampled
 from .candidates import divisors
+from .choice import Tally
 from .request import Request
 from .shortage import none_legal
-from .tally import Tally
 
 #: Bytes of a token's position, and of its id, while it is read.
 _PLACE = 8

@@ -11,7 +11,7 @@ from trilith.layers.rounds import rounds
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
-from trilith.simulation import forms, pieces
+from trilith.simulation import operators, pieces
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Operator, Recorder
@@ -54,7 +54,7 @@ def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monk
 
     traced()
     remembered = traced()
-    monkeypatch.setattr(forms, "facts_of", lambda func: facts_of(func)._replace(gives=None))
+    monkeypatch.setattr(operators, "facts_of", lambda func: facts_of(func)._replace(gives=None))
     assert traced() == remembered
 
 
