@@ -3,13 +3,13 @@ searches, for several numbers of GPUs or lengths of a row, as one table.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...recipes.recipe_text import commented_recipe
 from ...system import counted
 from ..explanation import plain
 from ..memory import reserved_words
-from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
+from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, StepTime
 from .choice import raw_recipe
 from .evaluate import Answer
 from .find import TIED, Found, ties
@@ -124,11 +124,23 @@ def parts(answer: Answer) -> str:
     return ", ".join(f"{name} {seconds_of(seconds)}" for name, seconds in largest_first if seconds >= least)
 
 
-def spent(search: Found) -> Spending:
+class Spent(NamedTuple):
+    """State what a whole training takes: days, GPU-hours, and at a price and a wattage money and kWh."""
+
+    days: float
+    gpu_hours: float
+    cost: float | None
+    kilowatt_hours: float
+
+
+def spent(search: Found) -> Spent:
     """Return what the whole training takes with the fastest layout; the request states its tokens."""
-    request = search.request
+    request, time = search.request, search.best[0].time
     assert request.tokens is not None
-    return spending(search.best[0].time, request.tokens, watts=request.machine.watts, price=request.price)
+    seconds = request.tokens / time.rate
+    hours = seconds * time.ranks / 3600
+    cost = None if request.price is None else hours * request.price
+    return Spent(seconds / 86400, hours, cost, hours * request.machine.watts / 1000)
 
 
 def run_facts(search: Found) -> str:
@@ -157,9 +169,7 @@ def as_json(search: Found) -> dict[str, Any]:
     if request.machine.name in MACHINES:
         document["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
     if request.tokens is not None:
-        whole = spent(search)
-        names = ("days", "gpu_hours", "cost", "kilowatt_hours")
-        document["training"] = {"tokens": request.tokens} | {name: getattr(whole, name) for name in names}
+        document["training"] = {"tokens": request.tokens} | spent(search)._asdict()
     return document
 
 
