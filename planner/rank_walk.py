@@ -89,7 +89,7 @@ class RankWalk:
         if key not in self._actions:
             self.peaks = self._actions[key] = {}
             if kind == "F":
-                self._loss(place)
+                self._forward(place)
             elif kind == "I":
                 self.note(stage.first_part)
             elif kind == "W" and not stage.stage.first:
@@ -136,18 +136,20 @@ class RankWalk:
         reduced = (gradients.of_stages[place] for place in instant.summed)
         return root + not_yet + sum(map(gradients.freed_by_reduction, reduced))
 
-    def _loss(self, place: int) -> None:
+    def _forward(self, place: int) -> None:
+        """Walk through a forward that computes the loss, or begins the model on a rank of both ends."""
         at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
-        assert loss is not None
-        working = max(loss.plain.forward, loss.plain.backward)
-        working += 0 if self.pipelined and at.logits else loss.plain.kept
-        if not stage.blocks:  # one piece, in whose trace the loss is
-            working = max(part.plain.forward for part in stage.beside)
-        elif self.zero == 3:
+        if stage.blocks and self.zero == 3:
             # FSDP keeps the buffer of the root's all-gather until the first block's has started.
             block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.pipelined
             gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.experts)
             self.note(taken - at.kept + gathers)
+        if loss is None:
+            return
+        working = max(loss.plain.forward, loss.plain.backward)
+        working += 0 if self.pipelined and at.logits else loss.plain.kept
+        if not stage.blocks:  # one piece, in whose trace the loss is
+            working = max(part.plain.forward for part in stage.beside)
         self.note(working, loss=True)
 
     def _exit(self, place: int) -> float:

@@ -154,8 +154,9 @@ class StageBytes:
         if not stage.blocks:  # a user's module, whose stage is one piece
             first_part = max(part.in_two.first_part for part in stage.beside) + 2 * self.largest * gathers
             return float(first_part), float(sum(piece.in_two.between for piece in stage.beside))
-        # The gradient of logits is written over them.
-        most, weights, waiting = 0.0, 0, sum(piece.in_two.waiting for piece in stage.beside) - self.logits
+        most, weights, waiting = 0.0, 0, sum(piece.in_two.waiting for piece in stage.beside)
+        # The gradient of logits is written over them, and waits only for that of the output layer's weights.
+        waiting -= self.logits * (waiting >= self.logits)
         blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
         for run in blocks:
             weights = run.trace.weights * gathers
