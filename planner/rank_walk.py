@@ -48,6 +48,8 @@ class RankWalk:
         self.by_block = all(stage.blocks for stage in stages)
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = parameters.most("recut") * self.itemsize
+        # It casts the shards that it sends beside the buffer that receives all.
+        self.cast = (work.compute != work.master and not work.offload) / layout.data_sizes()[1]
         self.gathered = gathered_bytes(work, parameters, self.zero)
         # Gathered weights are freed block by block in a step's last backward, or at the end of a pipeline's.
         copies = self.zero in (1, 2) or (not self.zero and (work.offload or work.compute != work.master))
@@ -142,7 +144,7 @@ class RankWalk:
         if stage.blocks and self.zero == 3:
             # FSDP keeps the buffer of the root's all-gather until the first block's has started.
             block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.pipelined
-            gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.experts)
+            gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.apart)
             self.note(taken - at.kept + gathers)
         if loss is None:
             return
@@ -160,7 +162,7 @@ class RankWalk:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         note_forwards(self, stage)
-        ahead = stage.runs[0].trace.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
+        ahead = stage.runs[0].trace.weights - stage.runs[0].trace.apart if stage.runs else stage.largest
         # In a pipeline the root is gathered again, and a block ahead of it.
         if zero3 and self.pipelined and (exit or self.numbers[place] == 0):
             self.note(self.parameters.root.unsharded * self.itemsize + ahead)
@@ -207,7 +209,7 @@ class RankWalk:
         summing = gradients.in_each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.accumulates and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
-        own, numel = weights - experts, (grads - experts) / self.itemsize
+        own, numel = weights - trace.apart, (grads - experts) / self.itemsize
         # The persistent gradients that a block's backward makes, less those that their reduction frees.
         lasting = gradients.persistent_of(group) * first - gradients.freed_by_reduction(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
@@ -221,7 +223,9 @@ class RankWalk:
             ahead = zero3 * (own if index < run.number - 1 else run.ahead)
             came = message * (not index)
             # FSDP copies the gathered weights out of the buffer that received them, before it gathers more.
-            self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
+            copies = max(own + self.recut * (not trace.apart), 2 * trace.apart, ahead * (1 + self.cast))
+            begun = max(self.work.between_blocks, trace.copied_experts * (not experts))
+            self.note(begun + waits + zero3 * (own + copies))
             if experts and summing:
                 self._experts(trace, most, came, waits, ahead, of_experts, drops)
             else:

@@ -145,7 +145,7 @@ class StageBytes:
             place -= len(run)
             # Of a block with experts apart it gathers these later.
             before = blocks[place - 1][1].plain if place else None
-            ahead = 0 if before is None else before.weights - before.experts
+            ahead = 0 if before is None else before.weights - before.apart
             runs.append(Run(len(run), *run[0], ahead))
         return runs
 

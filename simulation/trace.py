@@ -21,7 +21,8 @@ class Trace:
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
-    Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients;
+    Of experts that FSDP gathers and sums apart from their block: ``apart``: the bytes of their weights, trained
+    or not; ``experts``: those of their gradients;
     ``at_experts``: those beside ``kept`` without these, with those of other weights, when the last one is
     there. The next four are the most with those of all weights: ``copied_experts`` while they run again, or
     else as their backward begins, ``to_experts`` until then, ``in_experts`` from then until the last one is
@@ -42,6 +43,7 @@ class Trace:
     with_gradient: int = 0
     with_gradients: int = 0
     gradients: int = 0
+    apart: int = 0
     experts: int = 0
     at_experts: int = 0
     copied_experts: int = 0
