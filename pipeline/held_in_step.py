@@ -25,8 +25,8 @@ from .schedule_kinds import schedule_kind
 
 
 class Instant(NamedTuple):
-    """State what a rank holds while it computes an action: ``F`` on the model's last stage, with its loss, and
-    on its first one if the rank holds both, or a backward. ``W`` on the first stage is a whole backward.
+    """State what a rank holds while it computes an action: ``F`` on the model's last stage, with its loss, or
+    on the first one if a rank holds both, or a backward. ``W`` on the first stage is a whole backward.
 
     ``bytes``: of activations and messages. ``messages``: how many hidden states and gradients of one
     micro-batch are held beside the activations. ``absent``: the stages that have had no backward in this

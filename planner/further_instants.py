@@ -48,7 +48,7 @@ def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
     walk.note(_in_last_block(walk, stage) + zero3 * (block.weights + max(block.apart, own)))
     if zero3 and stage.runs and len(stage.stage.blocks) > 1:
         begun = walk.work.between_blocks - stage.exit - stage.output - block.kept
-        walk.note(begun + max(3 * own, 2 * own + 2 * block.apart))
+        walk.note(begun + 2 * own + walk.copied(block))
     for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
         # FSDP has prefetched the last of them for a backward that does not come, and holds the buffer in
         # which it received the block before.

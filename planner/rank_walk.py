@@ -100,6 +100,15 @@ class RankWalk:
                 self._backward(place, last=last)
         return self._actions[key]
 
+    def copied(self, trace: Trace) -> float:
+        """Return the bytes beside a block's own weights while FSDP copies what it has gathered: these, or
+        then the experts that it gathers apart. What a rank holds alone comes in no buffer.
+        """
+        if not trace.apart:
+            return trace.weights + self.recut
+        several = self.work.layout.data_sizes(experts=True)[1] > 1
+        return max(trace.weights - trace.apart, trace.apart + (trace.apart + self.recut) * several)
+
     def _is_last(self, instant: Instant) -> bool:
         """Tell whether a backward is the last one of its stage: of two the one that is not the first."""
         few = self.work.micro_batches
@@ -223,7 +232,7 @@ class RankWalk:
             ahead = zero3 * (own if index < run.number - 1 else run.ahead)
             came = message * (not index)
             # FSDP copies the gathered weights out of the buffer that received them, before it gathers more.
-            copies = max(own + self.recut * (not trace.apart), 2 * trace.apart, ahead * (1 + self.cast))
+            copies = max(self.copied(trace), ahead * (1 + self.cast))
             begun = max(self.work.between_blocks, trace.copied_experts * (not experts))
             self.note(begun + waits + zero3 * (own + copies))
             if experts and summing:

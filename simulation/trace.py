@@ -21,12 +21,11 @@ class Trace:
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
-    Of experts that FSDP gathers and sums apart from their block: ``apart``: the bytes of their weights, trained
-    or not; ``experts``: those of their gradients;
-    ``at_experts``: those beside ``kept`` without these, with those of other weights, when the last one is
-    there. The next four are the most with those of all weights: ``copied_experts`` while they run again, or
-    else as their backward begins, ``to_experts`` until then, ``in_experts`` from then until the last one is
-    there, and without theirs ``after_experts`` since then.
+    Of experts, frozen or not, that FSDP gathers and sums apart from their block: ``apart``: the bytes of
+    their weights; ``experts``: of their gradients; ``at_experts``: those beside ``kept`` without these, with
+    those of other weights, when the last one is there. The next four are the most with those of all weights:
+    ``copied_experts`` while they run again, or else as their backward begins, ``to_experts`` until then,
+    ``in_experts`` from then until the last one is there, and without theirs ``after_experts`` since then.
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
