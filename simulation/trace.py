@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..layers import Checkpointing
-from .record import Collective
+from .ledger import Collective
 from .recorder import Operator, Step
 
 

@@ -16,7 +16,7 @@ from ..layers import find_blocks
 from ..parallel_state import Layout, ParallelState, declarations, require
 from ..parallel_state.engine import tensors_in
 from ..pipeline import Stages
-from ..simulation.record import Collective
+from ..simulation.ledger import Collective
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import MicroBatch, shapes_only
 from ..system import literal

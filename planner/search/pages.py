@@ -9,7 +9,7 @@ from itertools import cycle
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...runs.report.chart import COLOURS, INK, new_figure, svg_of
 from ...runs.report.html import folded, table, whole_page
-from ...simulation.record import StepRecord
+from ...simulation.ledger import StepRecord
 from ...system import counted
 from ..memory import unit_of
 from ..time import PARTS

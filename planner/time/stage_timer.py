@@ -16,7 +16,7 @@ from typing import Literal
 
 from ...layers import Checkpointing
 from ...pipeline.schedule_actions import Kind
-from ...simulation.record import Collective
+from ...simulation.ledger import Collective
 from ...simulation.recorder import Operator
 from ...simulation.trace import Piece, Trace
 from ...simulation.without_numbers import DTYPES
