@@ -157,7 +157,7 @@ def _rows(
         for key, row in _states(events, layout, rank):
             if key[0] == "F":
                 first.setdefault(key[1], (key, row))
-            if key[0] != "F" or key[1] == layout.stages - 1 or (v_shape and not key[1]):
+            if key[0] != "F" or key[1] == layout.stages - 1 or (v_shape and key[1] == 0):
                 rows_of.setdefault(key, {})[row] = None
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones
