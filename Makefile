@@ -41,12 +41,12 @@ nightly:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest -q -m "slow or not slow"
 
 # The tables of docs/recipe.md and docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
-# help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner; docs/python, from the
+# help of the commands; docs/published_runs.md, from tools/published_runs.toml and the planner; docs/python, from the
 # docstrings.
 docs:
 	python tools/recipe_page.py
 	python tools/commands_page.py
-	python -m trilith.planner.published_runs
+	python tools/published_runs.py
 	python tools/python_reference.py
 
 # build/site, which works from a folder without a network; then its links and what it would fetch are checked, and it

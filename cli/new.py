@@ -37,7 +37,7 @@ def new(
     """
     options = locals()
     from ..data.token_index import TokenPaths
-    from ..planner.search.new_recipe import new_recipe
+    from ..planner.search.chosen_recipes import new_recipe
     from ..planner.time import machine_named
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file

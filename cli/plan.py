@@ -75,9 +75,8 @@ def plan(
     """
     from dataclasses import replace
 
-    from ..planner.search.report import asked, recipe_toml
+    from ..planner.search.report import asked, asked_in_sweep, found_ones, recipe_toml
     from ..planner.search.request import read_request
-    from ..planner.search.sweep import asked_in_sweep, found_ones
     from ..planner.time import machine_from_bench, machine_named
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
@@ -156,7 +155,7 @@ def _search(requests: Sequence[Request]) -> list[Found]:
     from rich.progress import TimeElapsedColumn
 
     from ..planner.search.find import SHOWN, Found, find_layouts
-    from ..planner.search.sweep import found_ones
+    from ..planner.search.report import found_ones
 
     results: list[Found] = []
     most, cores = SHOWN if len(requests) == 1 else 1, usable_cores()

@@ -82,7 +82,7 @@ def train(
 
     chosen: Fit | None = None
     if fit:
-        from ..planner.search.ranks_left import fit as layout_for
+        from ..planner.search.chosen_recipes import fit as layout_for
 
         chosen = layout_for
     code = run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen)
@@ -124,7 +124,7 @@ def _dry_run(
 
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
-    from ..planner.device_memory import LESS_UNUSED
+    from ..planner.memory import LESS_UNUSED
     from ..recipes.recipe import load_recipe
     from ..runs.report.html import is_page_of
     from ..storage.staging import output_file
@@ -136,19 +136,19 @@ def _dry_run(
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(load_recipe(recipe, overrides), rank)
         if exact or page is not None:
-            from ..planner.search import Worker, exact_memory
+            from ..planner.search import Worker, pages
             from ..runs.terminal import plain_console
 
             on_rank = planned.rank
             simulating = plain_console(stderr=True).status(f"simulating a step of rank {on_rank.rank}")
             with closing(Worker()) as worker, simulating:
                 record = worker.simulate(planned.recipe, on_rank.rank)
-            say(f"exact          {exact_memory.exact_line(record, on_rank.memory.total)}")
-            kinds = exact_memory.kinds_of_bytes(record)
+            say(f"exact          {pages.exact_line(record, on_rank.memory.total)}")
+            kinds = pages.kinds_of_bytes(record)
             print_table(_table(f"who holds the memory of rank {on_rank.rank}", *kinds))
-            print_table(_table("the largest holders", *exact_memory.largest_holders(record)))
+            print_table(_table("the largest holders", *pages.largest_holders(record)))
             if page is not None:
-                text = exact_memory.make_step_page(recipe.stem, record, on_rank.memory.total)
+                text = pages.make_step_page(recipe.stem, record, on_rank.memory.total)
                 page.write_text(text, encoding="utf-8")
     if html is not None:
         say(f"page           {html}")
@@ -168,8 +168,8 @@ def _show(recipe: "Recipe", rank: int | None) -> "DryRun":
     layout = recipe.layout
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
     say(f"layout         {layout}{ranks}")  # all else takes seconds
-    from ..planner.device_memory import reserved_words, unit_of
     from ..planner.dry_run import dry_run
+    from ..planner.memory import reserved_words, unit_of
     from ..recipes.checks import without_effect
 
     planned = dry_run(recipe, rank=rank)

@@ -112,6 +112,12 @@ class Layout:
         """Return all that decides what a rank has of a block: tensor, context, expert, sequence, ring."""
         return self.tensor, self.context, self.expert, self.sequence, self.ring
 
+    @classmethod
+    def of_block_cut(cls, cut: tuple[int, int, int, bool, bool], data: int = 0) -> Self:
+        """Return a layout that cuts a block so, over ``data`` ranks; by default the fewest."""
+        tensor, context, expert, sequence, ring = cut
+        return cls(tensor, context, 1, data or expert, expert=expert, sequence=sequence, ring=ring)
+
     @property
     def stages(self) -> int:
         """Return the number of stages that the model's blocks are cut into."""

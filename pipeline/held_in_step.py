@@ -26,7 +26,7 @@ from .schedule_kinds import schedule_kind
 
 class Instant(NamedTuple):
     """State what a rank holds while it computes an action: ``F`` on the model's last stage, with its loss, or
-    a backward. ``W`` on the model's first stage is a whole backward.
+    on the first one if a rank holds both, or a backward. ``W`` on the first stage is a whole backward.
 
     ``bytes``: of activations and messages. ``messages``: how many hidden states and gradients of one
     micro-batch are held beside the activations. ``absent``: the stages that have had no backward in this
@@ -157,7 +157,7 @@ def _rows(
         for key, row in _states(events, layout, rank):
             if key[0] == "F":
                 first.setdefault(key[1], (key, row))
-            if key[0] != "F" or key[1] == layout.stages - 1:
+            if key[0] != "F" or key[1] == layout.stages - 1 or (v_shape and key[1] == 0):
                 rows_of.setdefault(key, {})[row] = None
             if key[0] in "BW":
                 last.pop(key[1], None)  # they are in the order of the last ones

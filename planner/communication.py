@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..layers import checkpointed
 from ..parallel_state import Layout
-from ..simulation.piece import Piece
+from ..simulation.trace import Piece
 from ..training.step_sums import StepReport
 from .own_module import Loss
 from .planned_model import planned_rank

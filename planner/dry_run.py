@@ -20,8 +20,7 @@ from ..training.run_data import within_reach
 from ..training.run_plan import Plan, check_data, flops_of, loss_chunk_of, plan
 from ..training.stage_cut import StageCut
 from .communication import Traffic, traffic_of
-from .device_memory import reserved_bytes, runtime_of, usable
-from .memory import MemoryPlan, memory_of
+from .memory import MemoryPlan, memory_of, reserved_bytes, runtime_of, usable
 from .planned_model import PlannedModel, of_own_module, planned_model
 from .remedies import Remedy, changes_of, keys_of, remedies
 from .sampled_model import Asked

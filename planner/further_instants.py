@@ -43,9 +43,12 @@ def note_first_forwards(walk: RankWalk, first: Sequence[Instant]) -> None:
 def note_forwards(walk: RankWalk, stage: StageBytes) -> None:
     """Note the forwards of a micro-batch in the last block, and in blocks that no backward comes to."""
     zero3, block = walk.zero == 3, stage.runs[0].trace if stage.runs else Trace()
-    # FSDP keeps the buffer of an all-gather until it has started the next one.
-    received = max(block.experts, block.weights - block.experts)
-    walk.note(_in_last_block(walk, stage) + zero3 * (block.weights + received))
+    # FSDP keeps the buffer of an all-gather until it has copied what the next one received.
+    own = block.weights - block.apart
+    walk.note(_in_last_block(walk, stage) + zero3 * (block.weights + max(block.apart, own)))
+    if zero3 and stage.runs and len(stage.stage.blocks) > 1:
+        begun = walk.work.between_blocks - stage.exit - stage.output - block.kept
+        walk.note(begun + 2 * own + walk.copied(block))
     for piece in dict.fromkeys(stage.unreached):  # which keeps nothing
         # FSDP has prefetched the last of them for a backward that does not come, and holds the buffer in
         # which it received the block before.

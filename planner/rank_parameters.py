@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import ceil
@@ -63,16 +63,6 @@ class Group:
 
 
 _counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
-
-
-def count_parameters(
-    named: Iterable[tuple[nn.Parameter, Declaration]], state: ParallelState, *, ends: bool | None = None
-) -> Group:
-    """Count parameters with their declarations on the rank of ``state``.
-
-    ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
-    """
-    return sum((_count_parameter(*weight, state, ends) for weight in named), Group())
 
 
 def _count_parameter(
@@ -153,7 +143,10 @@ def module_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         if not state.layout.holds_alone:
             declaration.check_shared(name)
         members[block_of.get(name, model)].append((named[name], declaration))
-    groups = {module: count_parameters(parameters, state) for module, parameters in members.items()}
+    groups = {
+        module: sum((_count_parameter(*weight, state, None) for weight in weights), Group())
+        for module, weights in members.items()
+    }
     counts = [Counter(groups[block] for block in part if block in groups) for part in _blocks_of_parts(model)]
     parts_of_rank = tuple(tuple(count.items()) for count in counts)
     return RankParameters(groups[model], parts_of_rank, exit=groups[model].trained)
@@ -183,8 +176,10 @@ def parts_of_module(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def count_module(state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
-    """Count the parameters of a module; see ``count_parameters``."""
-    named = dict(module.named_parameters())
-    return count_parameters(
-        ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends
-    )
+    """Count the parameters of a module on a rank.
+
+    ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
+    """
+    named, declared = dict(module.named_parameters()), declarations(module).items()
+    counts = (_count_parameter(named[name], declaration, state, ends) for name, declaration in declared)
+    return sum(counts, Group())

@@ -38,7 +38,7 @@ class RankWalk:
         largest = max((piece.plain.weights for piece in blocks), default=0.0)
         self.numbers = layout.stages_of(work.at.pipeline)
         self.stages = [
-            stage.in_walk(work, zero=self.zero, own_input=number - 1 in self.numbers, largest=largest)
+            stage.in_walk(work, gathers=self.zero == 3, own_input=number - 1 in self.numbers, largest=largest)
             for number, stage in zip(self.numbers, stages, strict=True)
         ]
         runs = [stage.runs for stage in self.stages]
@@ -48,6 +48,8 @@ class RankWalk:
         self.by_block = all(stage.blocks for stage in stages)
         # FSDP copies weights once more that it has cut along another dim than the first.
         self.recut = parameters.most("recut") * self.itemsize
+        # It casts the shards that it sends beside the buffer that receives all.
+        self.cast = (work.compute != work.master and not work.offload) / layout.data_sizes()[1]
         self.gathered = gathered_bytes(work, parameters, self.zero)
         # Gathered weights are freed block by block in a step's last backward, or at the end of a pipeline's.
         copies = self.zero in (1, 2) or (not self.zero and (work.offload or work.compute != work.master))
@@ -89,7 +91,7 @@ class RankWalk:
         if key not in self._actions:
             self.peaks = self._actions[key] = {}
             if kind == "F":
-                self._loss(place)
+                self._forward(place)
             elif kind == "I":
                 self.note(stage.first_part)
             elif kind == "W" and not stage.stage.first:
@@ -97,6 +99,15 @@ class RankWalk:
             else:
                 self._backward(place, last=last)
         return self._actions[key]
+
+    def copied(self, trace: Trace) -> float:
+        """Return the bytes beside a block's own weights while FSDP copies what it has gathered: these, or
+        then the experts that it gathers apart. What a rank holds alone comes in no buffer.
+        """
+        if not trace.apart:
+            return trace.weights + self.recut
+        several = self.work.layout.data_sizes(experts=True)[1] > 1
+        return max(trace.weights - trace.apart, trace.apart + (trace.apart + self.recut) * several)
 
     def _is_last(self, instant: Instant) -> bool:
         """Tell whether a backward is the last one of its stage: of two the one that is not the first."""
@@ -136,18 +147,20 @@ class RankWalk:
         reduced = (gradients.of_stages[place] for place in instant.summed)
         return root + not_yet + sum(map(gradients.freed_by_reduction, reduced))
 
-    def _loss(self, place: int) -> None:
+    def _forward(self, place: int) -> None:
+        """Walk through a forward that computes the loss, or begins the model on a rank of both ends."""
         at, stage, loss = self.stages[place], self.stages[place].stage, self.stages[place].stage.loss
-        assert loss is not None
+        if stage.blocks and self.zero == 3:
+            # FSDP keeps the buffer of the root's all-gather until the first block's has started.
+            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.pipelined
+            gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.apart)
+            self.note(taken - at.kept + gathers)
+        if loss is None:
+            return
         working = max(loss.plain.forward, loss.plain.backward)
         working += 0 if self.pipelined and at.logits else loss.plain.kept
         if not stage.blocks:  # one piece, in whose trace the loss is
             working = max(part.plain.forward for part in stage.beside)
-        elif self.zero == 3:
-            # FSDP keeps the buffer of the root's all-gather until the first block's has started.
-            block, taken = next(iter(stage.blocks.values())).plain, self.work.between_blocks * self.pipelined
-            gathers = self.parameters.root.unsharded * self.itemsize + 2 * (block.weights - block.experts)
-            self.note(taken - at.kept + gathers)
         self.note(working, loss=True)
 
     def _exit(self, place: int) -> float:
@@ -158,7 +171,7 @@ class RankWalk:
         stage, work, exit, gradients = self.stages[place], self.work, self._exit(place), self.gradients
         zero3, first, tied = self.zero == 3, place in self.absent, self.parameters.tied
         note_forwards(self, stage)
-        ahead = stage.runs[0].trace.weights - stage.runs[0].trace.experts if stage.runs else stage.largest
+        ahead = stage.runs[0].trace.weights - stage.runs[0].trace.apart if stage.runs else stage.largest
         # In a pipeline the root is gathered again, and a block ahead of it.
         if zero3 and self.pipelined and (exit or self.numbers[place] == 0):
             self.note(self.parameters.root.unsharded * self.itemsize + ahead)
@@ -205,7 +218,7 @@ class RankWalk:
         summing = gradients.in_each or (last and gradients.in_last)
         most = trace.with_gradient if gradients.accumulates and not first else trace.with_gradients
         group, experts = self.parameters.group(run.block), trace.experts
-        own, numel = weights - experts, (grads - experts) / self.itemsize
+        own, numel = weights - trace.apart, (grads - experts) / self.itemsize
         # The persistent gradients that a block's backward makes, less those that their reduction frees.
         lasting = gradients.persistent_of(group) * first - gradients.freed_by_reduction(group) * last
         of_experts = lasting * experts / max(grads, 1) * summing
@@ -219,7 +232,9 @@ class RankWalk:
             ahead = zero3 * (own if index < run.number - 1 else run.ahead)
             came = message * (not index)
             # FSDP copies the gathered weights out of the buffer that received them, before it gathers more.
-            self.note(self.work.between_blocks + waits + zero3 * (2 * own + self.recut * (not experts)))
+            copies = max(self.copied(trace), ahead * (1 + self.cast))
+            begun = max(self.work.between_blocks, trace.copied_experts * (not experts))
+            self.note(begun + waits + zero3 * (own + copies))
             if experts and summing:
                 self._experts(trace, most, came, waits, ahead, of_experts, drops)
             else:

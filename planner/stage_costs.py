@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ..layers import Checkpointing, checkpointed
 from ..parallel_state import Layout
-from ..simulation.piece import Piece
-from ..simulation.trace import Trace
+from ..simulation.trace import Piece, Trace
 from .remembered import remembered
 from .step_shape import Work
 
@@ -58,14 +57,13 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
-    def in_walk(self, work: Work, *, zero: int, own_input: bool, largest: float) -> StageBytes:
+    def in_walk(self, work: Work, *, gathers: bool, own_input: bool, largest: float) -> StageBytes:
         """Return what the stage keeps; see ``StageBytes``. Steps of many layouts ask for the same."""
-        key = (
-            *(work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two),
-            *(zero, own_input, largest),
-        )
+        gathers = gathers and work.in_two
+        mode = work.checkpointing, work.checkpoint_every, work.layout.pipeline > 1, work.in_two
+        key = *mode, gathers, own_input, largest
         if key not in self._bytes:
-            self._bytes[key] = StageBytes(self, work, zero, own_input=own_input, largest=largest)
+            self._bytes[key] = StageBytes(self, work, gathers=gathers, own_input=own_input, largest=largest)
         return self._bytes[key]
 
     @remembered
@@ -101,12 +99,14 @@ class StageBytes:
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make. ``exit``: of ``kept`` what
     the last norm and the output layer keep. ``first_part``: the most beside ``kept`` in the first part, with
-    what FSDP gathers (``zero``).
+    what FSDP ``gathers`` with ZeRO 3.
     ``runs``: the blocks that a backward comes to, in its order. ``largest``: the bytes of the largest block
     of the rank; ``own_input``: whether the stage before is the rank's own.
     """
 
-    def __init__(self, stage: StageCost, work: Work, zero: int, *, own_input: bool, largest: float) -> None:
+    def __init__(
+        self, stage: StageCost, work: Work, *, gathers: bool, own_input: bool, largest: float
+    ) -> None:
         self.stage, self.cut, self.largest = stage, work.layout.pipeline > 1, largest
         mode, interval = work.checkpointing, work.checkpoint_every
         self.logits = stage.loss.plain.kept if stage.loss is not None and not work.loss_chunk else 0
@@ -131,7 +131,7 @@ class StageBytes:
             self.kept += work.between_blocks * (not own_input) - reached[0][2].kept_input
         self.runs = self._runs([*blocks, *further], len(reached) + len(further))
         self.further = len(further)
-        self.first_part, self.halfway = self._in_two(work, zero) if work.in_two else (0.0, 0.0)
+        self.first_part, self.halfway = self._in_two(work, gathers) if work.in_two else (0.0, 0.0)
         #: The pieces of a backward in two in the order of its second part, how many are alike, and the number
         #: of a block.
         self.in_two = [(run.piece, run.number, run.block) for run in reversed(self.runs)]
@@ -145,23 +145,24 @@ class StageBytes:
             place -= len(run)
             # Of a block with experts apart it gathers these later.
             before = blocks[place - 1][1].plain if place else None
-            ahead = 0 if before is None else before.weights - before.experts
+            ahead = 0 if before is None else before.weights - before.apart
             runs.append(Run(len(run), *run[0], ahead))
         return runs
 
-    def _in_two(self, work: Work, zero: int) -> tuple[float, float]:
+    def _in_two(self, work: Work, gathers: bool) -> tuple[float, float]:
         stage = self.stage
         if not stage.blocks:  # a user's module, whose stage is one piece
-            first_part = max(part.in_two.first_part for part in stage.beside) + 2 * self.largest * (zero == 3)
+            first_part = max(part.in_two.first_part for part in stage.beside) + 2 * self.largest * gathers
             return float(first_part), float(sum(piece.in_two.between for piece in stage.beside))
-        # The gradient of logits is written over them.
-        most, weights, waiting = 0.0, 0, sum(piece.in_two.waiting for piece in stage.beside) - self.logits
+        most, weights, waiting = 0.0, 0, sum(piece.in_two.waiting for piece in stage.beside)
+        # The gradient of logits is written over them, and waits only for that of the output layer's weights.
+        waiting -= self.logits * (waiting >= self.logits)
         blocks = [run for run in self.runs if run.piece in stage.blocks.values()]
         for run in blocks:
-            weights = run.trace.weights * (zero == 3)
+            weights = run.trace.weights * gathers
             for index in {max(run.number - 2, 0), run.number - 1}:
                 before = waiting + index * run.piece.in_two.waiting
-                ahead = weights if index < run.number - 1 else run.ahead * (zero == 3)
+                ahead = weights if index < run.number - 1 else run.ahead * gathers
                 # FSDP copies what it received before it gathers the block before.
                 most = max(most, before + 2 * weights, before + run.piece.in_two.first_part + weights + ahead)
             waiting += run.number * run.piece.in_two.waiting

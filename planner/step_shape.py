@@ -10,7 +10,7 @@ from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Layout, ParallelState, dtype_named
 from ..pipeline.schedule_actions import actions
 from ..pipeline.schedule_kinds import schedule_kind
-from ..simulation.micro_batch import MicroBatch
+from ..simulation.without_numbers import MicroBatch
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
@@ -47,11 +47,11 @@ class Work:
     #: Whether every micro-batch gives every trained parameter a gradient, as in the zoo's models.
     trains_all: bool = True
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.state.layout
 
-    @property
+    @cached_property
     def at(self) -> Coordinates:
         return self.state.at
 
@@ -75,7 +75,7 @@ class Work:
         """Return the bytes of a micro-batch's hidden states, whole over the tensor axis."""
         return self.batch.count * self.hidden * self.compute
 
-    @property
+    @cached_property
     def between_blocks(self) -> int:
         """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next: of
         a user's module the most that a stage gives.
@@ -90,7 +90,7 @@ class Work:
 
     # FSDP gathers and sums a group at once: a block, or the root, all parameters that are in no block.
 
-    @property
+    @cached_property
     def root_stays(self) -> bool:
         """Tell whether the root's weights stay whole from forward to backward with ZeRO 3. In a pipeline they
         do not, because a stage runs other forwards in between, unless the loss is computed in chunks.
@@ -123,7 +123,7 @@ class Work:
             return sum(self.micro_batches if reached or stage else 1 for stage in stages)
         return sum(self.gathers_of_block(stage, reached=reached or stage > 0) for stage in stages)
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """Return how often a step sums the gradients of a group that one stage uses over the ranks that hold
         shards of it.

@@ -20,9 +20,8 @@ from torch import Tensor
 from ..parallel_state.engine import accelerator, is_dtensor, map_tensors, tensors_in
 from ..parallel_state.engine.autograd_and_compiler import UncompiledMode
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
-from .forms import remembered
 from .live_bytes import DEVICE, device_of
-from .operators import facts_of
+from .operators import facts_of, remembered
 from .waits import Kind, Locals, Wait, Waits, waiting_place
 
 #: From so many elements on, a tensor of the host is never written to. Its memory shares no page with others.

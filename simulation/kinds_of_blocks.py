@@ -69,14 +69,7 @@ def one_block_of_each_kind(
     that cannot cut the model.
     """
     family.check_layout(config, layout)
-    cut = Layout(
-        tensor=layout.tensor,
-        context=layout.context,
-        data_replicate=layout.expert,
-        expert=layout.expert,
-        sequence=layout.sequence,
-        ring=layout.ring,
-    )
+    cut = Layout.of_block_cut(layout.block_cut)
     return _built(family, config, cut, set_up, frozen if isinstance(family, AdaptedFamily) else None)
 
 

@@ -1,4 +1,5 @@
-"""Keep a ledger of a step: every storage's bytes from its making to its end, collectives, operators.
+"""Keep a ledger of a step: every storage's bytes from its making to its end, collectives, operators. What it
+ends as, the record of a simulated step, is plain data.
 
 Bytes are counted as ``LiveBytes`` counts them, but each change is noted, so that it is known afterwards who
 held the bytes at the worst instant: the kind of each storage, the module in whose forward or backward it was
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import bisect
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -22,7 +25,72 @@ from ..parallel_state.engine.autograd_and_compiler import backward_number, forwa
 from ..parallel_state.engine.collectives import group_of_call
 from .live_bytes import Call, LiveBytes, Storage, device_of, stored
 from .operators import facts_of
-from .record import Collective, Holder, OperatorSums
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """State the bytes at the peak of storages of one ``kind``, made by one operator in one module."""
+
+    kind: str
+    module: str
+    phase: str
+    operator: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """State a collective: the axis of the layout, its kind, and the bytes that it was given."""
+
+    axis: str
+    kind: str
+    bytes: int
+    phase: str
+    module: str = ""
+
+
+@dataclass(slots=True)
+class OperatorSums:
+    """Add up the calls of an operator in a phase: FLOPs of products, bytes read and written."""
+
+    name: str
+    phase: str
+    count: int = 0
+    flops: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Hold what one rank's step needs and does, to the byte, of the program that is not compiled.
+
+    ``peak``: the most bytes on the device after any operator. ``holders``: these by kind, module and
+    operator. ``host``: the bytes that offload keeps on the host. ``timeline``: for pieces of the step in
+    order, (phase, most bytes).
+    """
+
+    rank: int
+    kernels: str
+    peak: int
+    host: int
+    holders: list[Holder]
+    timeline: list[tuple[str, int]]
+    collectives: list[Collective] = field(repr=False)
+    operators: list[OperatorSums] = field(repr=False)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes at the peak by kind, the largest first."""
+        sums = Counter[str]()
+        for holder in self.holders:
+            sums[holder.kind] += holder.bytes
+        return dict(sums.most_common())
+
+    @property
+    def flops(self) -> int:
+        return sum(operator.flops for operator in self.operators)
+
 
 #: What runs: a module's forward, the same again in a backward, a backward, and what follows all of them.
 PHASES = ("forward", "recomputation", "backward", "update")

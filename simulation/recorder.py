@@ -10,10 +10,9 @@ from torch import Tensor
 from ..layers.rounds import watched_rounds
 from ..parallel_state.engine import tensors_in
 from ..parallel_state.process_groups import STAND_IN
-from .forms import remembered
+from .ledger import Collective
 from .live_bytes import Call, LiveBytes, Part, Storage
-from .operators import facts_of
-from .record import Collective
+from .operators import facts_of, remembered
 from .waits import refuse_numbers
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.

@@ -1,11 +1,12 @@
-"""Hold what a trace notes of a piece of a model; more rows of a micro-batch follow from a few."""
+"""Hold what a trace notes of a piece of a stage; more rows of a micro-batch follow from a few."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from .record import Collective
+from ..layers import Checkpointing
+from .ledger import Collective
 from .recorder import Operator, Step
 
 
@@ -20,11 +21,11 @@ class Trace:
     of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
     ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
-    Of experts that FSDP gathers and sums apart from their block: ``experts``: the bytes of their gradients;
-    ``at_experts``: those beside ``kept`` without these, with those of other weights, when the last one is
-    there. The next four are the most with those of all weights: ``copied_experts`` while they run again, or
-    else as their backward begins, ``to_experts`` until then, ``in_experts`` from then until the last one is
-    there, and without theirs ``after_experts`` since then.
+    Of experts, frozen or not, that FSDP gathers and sums apart from their block: ``apart``: the bytes of
+    their weights; ``experts``: of their gradients; ``at_experts``: those beside ``kept`` without these, with
+    those of other weights, when the last one is there. The next four are the most with those of all weights:
+    ``copied_experts`` while they run again, or else as their backward begins, ``to_experts`` until then,
+    ``in_experts`` from then until the last one is there, and without theirs ``after_experts`` since then.
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
@@ -41,6 +42,7 @@ class Trace:
     with_gradient: int = 0
     with_gradients: int = 0
     gradients: int = 0
+    apart: int = 0
     experts: int = 0
     at_experts: int = 0
     copied_experts: int = 0
@@ -79,6 +81,54 @@ class Trace:
         matrices = sum(operator.flops for operator in forward if operator.weight)
         trained = sum(operator.flops for operator in forward if operator.trained)
         return matrices, trained, sum(operator.flops for operator in forward) - matrices
+
+
+#: Whether a backward has two parts; and, if more pieces follow, both are noted.
+InTwo = bool | Literal["followed"]
+
+
+class Piece:
+    """Hold what one piece of a stage does for a micro-batch, in each mode; ``what``: what it sends, in words;
+    ``silent``: it only keeps something, the same in every mode, and sends nothing.
+
+    See ``Trace`` for the bytes.
+    """
+
+    def __init__(
+        self, take: Callable[[Checkpointing, InTwo], Trace], *, what: str = "", silent: bool = False
+    ) -> None:
+        self._take, self.what, self._silent = take, what, silent
+        self._known: dict[tuple[Checkpointing, InTwo], Trace] = {}
+
+    def under(self, mode: Checkpointing, *, in_two: InTwo = False) -> Trace:
+        """Return the trace in a mode of activation checkpointing; ``in_two``: of a backward in two parts."""
+        if self._silent:
+            mode, in_two = "none", False
+        key = "full" if mode == "every" else mode, in_two
+        if key not in self._known:
+            self._known[key] = self._take(*key)
+        return self._known[key]
+
+    @cached_property
+    def plain(self) -> Trace:
+        """Return the trace without activation checkpointing."""
+        return self.under("none")
+
+    @property
+    def in_two(self) -> Trace:
+        """Return the trace with a backward in two parts."""
+        return self.under("none", in_two=True)
+
+    @property
+    def second_part(self) -> Trace:
+        """Return the trace with the second part of a backward in two, where other pieces follow."""
+        return self.under("none", in_two="followed")
+
+    def sends(self, mode: Checkpointing = "none", *, again: bool = False) -> tuple[Collective, ...]:
+        """Return the collectives of forward and backward, or those that a backward computes ``again``."""
+        if self._silent:
+            return ()
+        return tuple(sent for sent in self.under(mode).collectives if (sent.phase == "again") == again)
 
 
 def of_more_rows(few: Trace, longer: Trace, times: int) -> Trace | None:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ..parallel_state.engine import tensors_in
 from ..parallel_state.engine.weight_gradients import Group, compute_input_gradients, compute_weight_gradients
 from .live_bytes import Storage
-from .piece import InTwo
 from .recorder import Recorder
-from .trace import Trace
+from .trace import InTwo, Trace
 
 
 class _Given(torch.autograd.Function):
@@ -123,9 +122,9 @@ def trace(
         weight.grad = None
     recorder.end_chain()
     sizes |= {name: max(values, default=0) for name, values in instants.items()}
-    own = sum(weight.nbytes for weight in parameters)
+    sizes["weights"], sizes["apart"] = (sum(x.nbytes for x in weights) for weights in (parameters, of_apart))
     steps = tuple(recorder.steps)
-    return Trace(**sizes, weights=own, sliced=recorder.sliced, steps=steps, instants=instants)
+    return Trace(**sizes, sliced=recorder.sliced, steps=steps, instants=instants)
 
 
 def _in_backward(
@@ -160,20 +159,24 @@ def _in_backward(
             for instant in range(max(storage.made - start, 0), summed[id(weight)] + 1 - start):
                 with_gradient[instant] += own[storage]
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": beside(apart)}
-    sizes = {"gradients": sum(own.values())}
+    sizes, windows = {"gradients": sum(own.values())}, list[tuple[str, list[int], int, int]]()
+    reruns = [at - start for at in runs if at >= start]
     if experts := {gradients[id(weight)]: id(weight) for weight in separate if id(weight) in gradients}:
         without, all_made = beside(apart | experts.keys()), instants["with_gradients"]
         first = max(min(storage.made for storage in experts) - start, 1)
         last = max(summed[number] for number in experts.values()) - start
         sizes |= {"experts": sum(own[storage] for storage in experts), "at_experts": without[last]}
-        reruns = [at - start for at in runs if at >= start] or [first - 1]
-        for name, after, begin, end in (
-            ("copied_experts", without, reruns[0], reruns[-1] + 1),
+        reruns = reruns or [first - 1]
+        windows = [
             ("to_experts", without, 0, first),
             ("in_experts", all_made, first, last + 1),
             ("after_experts", without, last, len(without)),
-        ):
-            instants[name] = [after[at] if begin <= at < end else -forward_bytes for at in range(len(after))]
+            ("copied_experts", without, reruns[0], reruns[-1] + 1),
+        ]
+    elif reruns:  # of frozen ones
+        windows = [("copied_experts", instants["with_gradients"], reruns[0], reruns[-1] + 1)]
+    for name, after, begin, end in windows:
+        instants[name] = [after[at] if begin <= at < end else -forward_bytes for at in range(len(after))]
     return sizes, instants
 
 

@@ -7,11 +7,23 @@ from textwrap import wrap
 from ...parallel_state import BadInput, dtype_name, dtype_named
 from ...planner.search.find import Found
 from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
-from ...planner.search.page import make_page, make_sweep_page
-from ...planner.search.report import HEAD, as_json, facts, left_out, machine_of, rows, searched
+from ...planner.search.pages import make_page, make_sweep_page
+from ...planner.search.report import (
+    HEAD,
+    as_json,
+    facts,
+    found_ones,
+    left_out,
+    machine_of,
+    rows,
+    searched,
+    sweep_head,
+    sweep_json,
+    sweep_rows,
+    sweep_warnings,
+)
 from ...planner.search.request import Request
 from ...planner.search.strategy import reasons
-from ...planner.search.sweep import found_ones, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from ...runs.report.html import is_page_of
 from ...runs.terminal import plain_console
 from ...system import counted

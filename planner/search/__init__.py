@@ -7,8 +7,8 @@ device that is not there and returns its ``StepRecord``.
 """
 
 from .choice import Choice
+from .chosen_recipes import fit
 from .find import Found, find_layouts
-from .ranks_left import fit
 from .request import Request, read_request
 from .simulation_worker import Worker
 

@@ -29,9 +29,8 @@ from ...recipes.recipe import Recipe
 from ...recipes.sections import MemorySection
 from ...training.own_module import OwnFamily
 from ..remembered import remembered
-from .choice import Choice
+from .choice import Choice, Reason, Tally
 from .request import Request
-from .tally import Reason, Tally
 
 #: The numbers of stages on a pipeline rank, and the most rows of a micro-batch, that are tried.
 VIRTUAL, MOST_ROWS = (2, 3, 4, 6, 8), 64

@@ -11,8 +11,7 @@ from ...pipeline import ScheduleName
 from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import cut_stages
-from ..device_memory import reserved_bytes
-from ..memory import MemoryPlan, memory_of_walk
+from ..memory import MemoryPlan, memory_of_walk, reserved_bytes
 from ..planned_model import PlannedModel, of_own_module, planned_model
 from ..rank_parameters import RankParameters
 from ..rank_walk import RankWalk
@@ -23,6 +22,7 @@ from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
 from ..time.data_ranks import Exchange
 from ..time.stage_timer import StageTimer
+from ..time.step_time import ROUNDED
 from .candidates import Cut, Flow, Store
 from .choice import Choice
 from .request import Request
@@ -51,10 +51,6 @@ class Answer:
     def reserved(self) -> int:
         """Return what torch's allocator reserves on the heaviest rank, with the bytes of the runtime."""
         return reserved_bytes(self.allocated) + self.runtime
-
-
-#: By how much a bound is lowered, since sums of the same seconds in another order differ in rounding.
-_ROUNDED = 1 - 1e-12
 
 
 class Evaluator:
@@ -130,7 +126,7 @@ class Evaluator:
             else:
                 exchanged = scatter + replicas + gather * store.zero
                 bounds.append(of_stages + max(0.0, exchanged - of_micro_batch))
-        return min(bounds) * _ROUNDED
+        return min(bounds) * ROUNDED
 
     def least(self, choice: Choice) -> float:
         """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""
@@ -190,17 +186,13 @@ class Evaluator:
             timer=self._stage_timer(layout.block_cut, layout.world, compiled),
             parameters=lambda rank: self._parameters(layout, rank),
             costs=lambda rank: self._costs(plain, choice.micro_batch, work.loss_chunk, rank),
-            find_alike=lambda: self._alike(plain),
+            alike=self._alike(plain),
         )
 
     @remembered
     def _stage_timer(self, cut: tuple[int, int, int, bool, bool], world: int, compiled: bool) -> StageTimer:
         """Return the timer of stages of layouts with ``world`` ranks and this cut of a block."""
-        tensor, context, expert, sequence, ring = cut
-        data = world // (tensor * context)
-        layout = Layout(
-            tensor=tensor, context=context, data_replicate=data, expert=expert, sequence=sequence, ring=ring
-        )
+        layout = Layout.of_block_cut(cut, world // (cut[0] * cut[1]))
         return StageTimer(self.work(Choice(layout)), self.request.machine, compiled=compiled)
 
     @remembered
@@ -210,12 +202,9 @@ class Evaluator:
     @remembered
     def _model(self, cut: tuple[int, int, int, bool, bool]) -> PlannedModel:
         """Return what plans the model in layouts that cut its layers so; ``BadInput`` if it forbids that."""
-        request, (tensor, context, expert, sequence, ring) = self.request, cut
-        adapted = isinstance(request.family, AdaptedFamily)
+        request, adapted = self.request, isinstance(self.request.family, AdaptedFamily)
         frozen = dtype_named(self.recipe.compute_dtype) if adapted else None
-        layout = Layout(
-            tensor=tensor, context=context, data_replicate=expert, expert=expert, sequence=sequence, ring=ring
-        )
+        layout = Layout.of_block_cut(cut)
         return planned_model(request.family, request.config, layout, Asked(frozen=frozen))
 
     @remembered

@@ -16,11 +16,11 @@ from operator import attrgetter
 
 from ...parallel_state import BadInput
 from .candidates import candidates
+from .choice import Reason, Tally
 from .evaluate import Answer
 from .groups import Opened, opened_groups
 from .request import Request
 from .shortage import none_fits, none_legal
-from .tally import Reason, Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
 SHOWN, LONGEST = 10, 3.0

@@ -14,13 +14,13 @@ import torch
 from ...layers import Stage
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Layout, ParallelState
-from ...simulation.micro_batch import MicroBatch
+from ...simulation.without_numbers import MicroBatch
 from ...training.own_module import OwnFamily
 from ..sampled_model import sampled
 from .candidates import divisors
+from .choice import Tally
 from .request import Request
 from .shortage import none_legal
-from .tally import Tally
 
 #: Bytes of a token's position, and of its id, while it is read.
 _PLACE = 8

@@ -23,11 +23,10 @@ from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ..memory import MemoryPlan
 from .candidates import Cut, Flow, Store
-from .choice import Choice, recipe_of
+from .choice import Choice, Reason, Tally, recipe_of
 from .evaluate import Answer, Evaluator
 from .request import Request
 from .shortage import shortage
-from .tally import Reason, Tally
 
 #: Cuts for which another process is worth its start, and groups whose opening it sends at once.
 _CUTS_OF_PROCESS, _SENT_AT_ONCE = 32, 32

@@ -13,8 +13,8 @@ from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
 from ...storage.small_files import read_json
 from ...system import literal, nearest_names
-from ..device_memory import runtime_of, usable
 from ..dry_run import plan_without_weights
+from ..memory import runtime_of, usable
 from ..time import Machine
 
 #: Tokens of a step if nobody says how many rows: those of Llama 3 at first (Grattafiori et al. 2024, 3.4).

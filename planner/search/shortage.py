@@ -6,10 +6,9 @@ from ...parallel_state import BadInput
 from ..memory import MemoryPlan
 from ..time import MACHINES
 from .candidates import Cut, candidates
-from .choice import Choice
+from .choice import Choice, Tally
 from .evaluate import Evaluator
 from .request import Request
-from .tally import Tally
 
 #: How often the number of GPUs is doubled to find one that is enough.
 _DOUBLINGS = 10

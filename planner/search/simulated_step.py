@@ -18,9 +18,8 @@ from ...pipeline.relay import StageOutput
 from ...recipes.recipe import Recipe
 from ...simulation.backend import NAME, register
 from ...simulation.kernels import Kernels, computing_as
-from ...simulation.ledger import PHASES, Ledger
+from ...simulation.ledger import PHASES, Ledger, StepRecord
 from ...simulation.rank import axes_of_groups, simulated_rank
-from ...simulation.record import StepRecord
 from ...simulation.waits import WAITS
 from ...training import precision
 from ...training.build import build

@@ -13,7 +13,7 @@ from threading import Thread
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe
 from ...simulation.kernels import Kernels
-from ...simulation.record import StepRecord
+from ...simulation.ledger import StepRecord
 
 Question = tuple[Recipe, int, Kernels | None]
 

@@ -1,7 +1,7 @@
 """Predict the seconds of a step on a machine, part by part, in any layout, without starting anything.
 
 Offers ``Machine``, by its name (``machine_named``) or from measurements (``machine_from_bench``);
-``StepTimer``, which times one step; and ``spending``, the days, GPU-hours and energy of a whole run.
+and ``StepTimer``, which times one step.
 """
 
 from .machines import MACHINES as MACHINES
@@ -11,7 +11,5 @@ from .measured import machine_from_bench as machine_from_bench
 from .prediction import MIDDLE_HALF as MIDDLE_HALF
 from .prediction import PARTS as PARTS
 from .prediction import TIMES_SLOWER as TIMES_SLOWER
-from .prediction import Spending as Spending
 from .prediction import StepTime as StepTime
-from .prediction import spending as spending
 from .step_time import StepTimer as StepTimer

@@ -34,26 +34,20 @@ class Placement:
 
 
 @lru_cache(maxsize=4096)
-def placement(ranks: int, stride: int, gpus: int, first: int = 0) -> Placement:
-    """Place the group of ``ranks`` ranks from ``first`` on, ``stride`` apart, on nodes of ``gpus``."""
-    if stride >= gpus:
-        return Placement(ranks, ranks, 1)
-    on = Counter((first + number * stride) // gpus for number in range(ranks))
-    return Placement(ranks, len(on), min(on.values()))
-
-
-@lru_cache(maxsize=4096)
 def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement:
-    """Place the groups of ``ranks`` ranks, ``stride`` apart, that ``world`` ranks form.
+    """Place the groups of ``ranks`` ranks, ``stride`` apart, that ``world`` ranks form, on nodes of ``gpus``.
 
     Return the worst place: on most nodes, with the fewest ranks on one of them.
     """
+    if stride >= gpus:
+        return Placement(ranks, ranks, 1)
     span, last = ranks * stride, (ranks - 1) * stride
     # Groups that start at the same place of a node lie alike, and so do those between two strides of a node.
     places = range(stride if gpus % stride else 1)
     starts = (start + place for start in range(0, min(world, lcm(span, gpus)), span) for place in places)
     firsts = {start % gpus for start in starts if start + last < world}
-    placements = (placement(ranks, stride, gpus, first) for first in firsts)
+    on_nodes = [Counter((first + place) // gpus for place in range(0, span, stride)) for first in firsts]
+    placements = (Placement(ranks, len(on), min(on.values())) for on in on_nodes)
     return max(placements, key=lambda place: (place.nodes, -place.together))
 
 

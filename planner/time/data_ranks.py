@@ -8,9 +8,8 @@ from ..rank_parameters import Group, RankParameters
 from ..remembered import remembered
 from ..step_shape import Work
 from .collectives import Links
-from .kernels import Kernels
 from .machines import Machine
-from .stage_timer import StageSeconds
+from .stage_timer import Kernels, StageSeconds
 
 
 class Exchange(NamedTuple):

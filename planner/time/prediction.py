@@ -73,28 +73,6 @@ class StepTime:
         return utilization
 
 
-@dataclass(frozen=True)
-class Spending:
-    """State what a number of tokens takes: seconds, GPU-hours, and at a price and a wattage money and kWh."""
-
-    seconds: float
-    gpu_hours: float
-    cost: float | None
-    kilowatt_hours: float
-
-    @property
-    def days(self) -> float:
-        return self.seconds / 86400
-
-
-def spending(time: StepTime, tokens: float, *, watts: float, price: float | None = None) -> Spending:
-    """Return what training on ``tokens`` takes. ``price``: of a GPU for an hour; ``watts``: of a GPU."""
-    seconds = tokens / time.rate
-    hours = seconds * time.ranks / 3600
-    cost = None if price is None else hours * price
-    return Spending(seconds, hours, cost, hours * watts / 1000)
-
-
 #: In which of its two or three directions an action of a kind spends seconds.
 _DIRECTIONS: dict[Kind, tuple[str, ...]] = {
     "F": ("forward",),

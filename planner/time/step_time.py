@@ -18,7 +18,7 @@ Exposed is what nothing else is computed beside:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 
 from ...parallel_state import Layout
 from ...pipeline.schedule_actions import Kind
@@ -33,7 +33,7 @@ from .prediction import PARTS, StepTime
 from .stage_timer import StageSeconds, StageTimer, in_one_piece
 
 #: By how much a sum is lowered that is compared with one of the same seconds in another order.
-_ROUNDED = 1 - 1e-12
+ROUNDED = 1 - 1e-12
 
 
 class StepTimer:
@@ -56,7 +56,7 @@ class StepTimer:
         parameters: Callable[[int], RankParameters] | None = None,
         costs: Callable[[int], list[StageCost]] | None = None,
         timer: StageTimer | None = None,
-        find_alike: Callable[[], list[int]] | None = None,
+        alike: list[int] | None = None,
     ) -> None:
         self.model, self.work, self.layout, self.machine = model, work, work.layout, machine
         self.timer = timer or StageTimer(work, machine, compiled=compiled, dtype=dtype)
@@ -64,11 +64,7 @@ class StepTimer:
         work_of = work.of_pipeline
         self.parameters = parameters or cache(lambda rank: model.parameters(work_of(rank).state, split))
         self.costs = costs or cache(lambda rank: model.costs(work_of(rank), split))
-        self._find_alike = find_alike or partial(alike_ranks, self.layout, self.costs)
-
-    @cached_property
-    def _alike(self) -> list[int]:
-        return self._find_alike()
+        self._alike = alike or alike_ranks(self.layout, self.costs)
 
     @cached_property
     def _of_rank(self) -> dict[int, list[StageSeconds]]:
@@ -152,7 +148,7 @@ class StepTimer:
                 parts[name] += work.micro_batches * seconds
         if layout.pipeline > 1:
             alone = self._length([stage.costs for stage in self._stages], 0.0)
-            parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
+            parts["bubble"] = max(0.0, alone * ROUNDED - busy[slowest])
             parts["pipeline"] = self._length(*with_messages) - alone
         once = self._once()
         for name, seconds in once.items():

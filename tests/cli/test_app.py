@@ -26,7 +26,7 @@ from trilith.generation import Sampling
 from trilith.generation.request import Request
 from trilith.machine import measure
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
-from trilith.planner.search.new_recipe import new_recipe
+from trilith.planner.search.chosen_recipes import new_recipe
 from trilith.recipes.sections import LayoutSection
 from trilith.testing.parity import Question
 

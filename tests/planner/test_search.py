@@ -16,13 +16,12 @@ from trilith.parallel_state import BadInput, Layout
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, groups, read_request
 from trilith.planner.search.candidates import candidates
-from trilith.planner.search.choice import recipe_of
+from trilith.planner.search.choice import Reason, Tally, recipe_of
 from trilith.planner.search.evaluate import Answer, Evaluator
 from trilith.planner.search.find import LONGEST, SHOWN, simplest_first, ties
-from trilith.planner.search.page import make_page
+from trilith.planner.search.pages import make_page
 from trilith.planner.search.shortage import none_legal
 from trilith.planner.search.strategy import critical_batch
-from trilith.planner.search.tally import Reason, Tally
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe

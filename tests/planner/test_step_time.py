@@ -17,8 +17,8 @@ from trilith.planner import Work, sampled
 from trilith.planner.communication import group_of
 from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named
 from trilith.planner.time.collectives import Links
-from trilith.planner.time.kernels import Kernels
 from trilith.planner.time.prediction import rank_step
+from trilith.planner.time.stage_timer import Kernels
 from trilith.simulation.recorder import Operator
 from trilith.simulation.trace import Trace
 

@@ -47,7 +47,7 @@ def names_of_gpus(code):
 ABOUT_MACHINES = {
     "planner/device_memory.py": ["device == 'cuda'"],
     "planner/dry_run.py": ["torch.cuda"] * 2,
-    "planner/search/ranks_left.py": ["torch.cuda"] * 2,
+    "planner/search/chosen_recipes.py": ["torch.cuda"] * 2,
     "planner/time/measured.py": ["facts.get('device') == 'cuda'"],
     "training/supervised.py": ["loaded.device == 'cuda'", "torch.cuda"],
 }

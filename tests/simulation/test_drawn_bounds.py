@@ -10,7 +10,7 @@ from random import Random
 from unittest import mock
 
 import pytest
-from trilith.models import published_sizes
+from trilith.models import published_size, published_sizes
 from trilith.parallel_state import BadInput
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.planner.dry_run import dry_run
@@ -108,10 +108,19 @@ MOST_FROZEN = {"freeze": r"embed|norm|layers\.[012]"}
 EXPERTS = {"size": "qwen1.5-moe-a2.7b"}
 
 
-def few_blocks(layout, length, *, size="smollm2-135m", reduce="float32", offload=False, freeze=None):
-    rows = max(4, 2 * layout.get("data", 1))
+LORA = {"lora": {"r": 8, "target_modules": "all-linear"}, "size": "llama-3.2-1b", "rows": 8}
+ON_SHARES = {"data": 4, "zero": 3, "expert": 2}
+
+
+def few_blocks(
+    layout, length, *, size="smollm2-135m", reduce="float32", offload=False, freeze=None, lora=None, rows=0
+):
+    rows = rows or max(4, 2 * layout.get("data", 1))
     raw = recipe_of(size, layout, rows, 1, length, {"offload": offload}) | {"reduce": reduce}
     raw["model"]["config"] = {"num_hidden_layers": 4}
+    if lora:
+        config = published_size(size).with_fields(raw["model"]["config"])
+        raw |= {"lora": lora, "model": {"init_from": "weights", "config": config}}
     if freeze:
         raw["optimizer"]["groups"] = [{"match": freeze, "freeze": True}]
     recipe = parse_recipe(raw)
@@ -119,10 +128,19 @@ def few_blocks(layout, length, *, size="smollm2-135m", reduce="float32", offload
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), [({"pipeline": 2}, HALF), ({"pipeline": 2, "schedule": "zbv", "expert": 2}, EXPERTS)]
+    ("layout", "more"),
+    [
+        # A pipeline sums over replicas.
+        (REPLICATED | {"pipeline": 2}, HALF),
+        (REPLICATED | {"pipeline": 2, "schedule": "zbv", "expert": 2}, EXPERTS),
+        # Frozen are the output layer, blocks, and experts.
+        ({"pipeline": 2, "schedule": "zbv"}, LORA),
+        ({"data": 2, "zero": 3}, LORA | EXPERTS),
+        (ON_SHARES, LORA | EXPERTS),
+    ],
 )
-def test_the_plan_bounds_the_peak_where_a_pipeline_sums_over_replicas(worker, layout, more):
-    drawn = few_blocks(REPLICATED | layout, 1024, **more)
+def test_the_plan_bounds_the_peak_over_replicas_and_beside_frozen_weights(worker, layout, more):
+    drawn = few_blocks(layout, 1024, **more)
     assert -BELOW <= over_peak_of(worker, *drawn) <= ABOVE
 
 
@@ -140,6 +158,7 @@ def test_the_plan_bounds_the_peak_where_a_pipeline_sums_over_replicas(worker, la
         (REPLICATED, HALF | OFFLOAD),
         ({"data": 4, "zero": 2, "expert": 2}, EXPERTS | HALF | OFFLOAD),
         ({"data": 2, "zero": 1}, MOST_FROZEN),
+        (SHARED | {"schedule": "dualpipev", "zero": 3}, LORA),
     ],
 )
 def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, more):

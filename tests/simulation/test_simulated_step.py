@@ -25,7 +25,7 @@ from trilith.parallel_state import BadInput, Layout, engine
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
-from trilith.simulation import forms
+from trilith.simulation import operators
 from trilith.simulation.operators import facts_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -171,7 +171,7 @@ def kernels():
     case = replace(CASE, layout=Layout(), length=64, samples=1)
     for which, operator in {"gpu": "flash_attention", "cpu": "flash_attention_for_cpu"}.items():
         record = ledger_of(case, kernels=which)
-        with mock.patch.object(forms, "facts_of", lambda func: facts_of(func)._replace(gives=None)):
+        with mock.patch.object(operators, "facts_of", lambda func: facts_of(func)._replace(gives=None)):
             # Nothing is remembered.
             assert ledger_of(case, kernels=which) == record
         names = {one.name for one in record.operators if "attention" in one.name}

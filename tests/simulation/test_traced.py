@@ -11,13 +11,12 @@ from trilith.layers.rounds import rounds
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
-from trilith.simulation import forms, pieces
-from trilith.simulation.micro_batch import MicroBatch
+from trilith.simulation import operators, pieces
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Operator, Recorder
 from trilith.simulation.traced import trace
-from trilith.simulation.without_numbers import shapes_only
+from trilith.simulation.without_numbers import MicroBatch, shapes_only
 
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
 ROWS, LENGTH = 2, 64
@@ -55,7 +54,7 @@ def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monk
 
     traced()
     remembered = traced()
-    monkeypatch.setattr(forms, "facts_of", lambda func: facts_of(func)._replace(gives=None))
+    monkeypatch.setattr(operators, "facts_of", lambda func: facts_of(func)._replace(gives=None))
     assert traced() == remembered
 
 

@@ -19,9 +19,9 @@ from trilith.parallel_state.engine.weight_gradients import compute_input_gradien
 from trilith.planner.stage_costs import StageBytes, StageCost
 from trilith.planner.step_shape import Work
 from trilith.simulation.kinds_of_blocks import signature
-from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.pieces import ModelPieces, shapes_only
 from trilith.simulation.traced import trace
+from trilith.simulation.without_numbers import MicroBatch
 from trilith.testing import LiveBytes, run_parallel
 
 #: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
@@ -263,7 +263,7 @@ def test_blocks_before_the_last_one_keep_all_until_the_second_part_of_a_backward
     parts = {number: pieces.block(block, batch, reached=True) for number, block in enumerate(pair)}
     stage = StageCost(False, parts, (), frozenset(parts))
     work = Work(state, model.config.hidden_size, row.length, row.rows, 4, fused=False, schedule="zbv")
-    stage_bytes = StageBytes(stage, work, zero=0, own_input=False, largest=0)
+    stage_bytes = StageBytes(stage, work, gathers=False, own_input=False, largest=0)
     assert stage_bytes.halfway == pytest.approx(together.between, rel=1e-4)  # but for a number or two
     assert sum(piece.in_two.between for piece in parts.values()) < 0.99 * together.between
 

@@ -11,8 +11,8 @@ from trilith.layers.embedding import padded_vocabulary
 from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
-from trilith.simulation.piece import Piece
 from trilith.simulation.pieces import ModelPieces
+from trilith.simulation.trace import Piece
 
 from support.short_training import Case, model_of
 

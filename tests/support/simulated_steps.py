@@ -17,9 +17,8 @@ from trilith.planner.search.simulated_step import ledger_of_rank, simulated_step
 from trilith.recipes.section import LossScaleSection
 from trilith.simulation.backend import NAME
 from trilith.simulation.kernels import Kernels
-from trilith.simulation.ledger import Ledger
+from trilith.simulation.ledger import Ledger, StepRecord
 from trilith.simulation.rank import simulated_rank
-from trilith.simulation.record import StepRecord
 from trilith.simulation.waits import WAITS, Kind, Per
 from trilith.system.process_end import leave
 from trilith.training.step_sums import StepResult

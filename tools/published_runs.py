@@ -10,14 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from ..models import family_of, published_sizes
-from ..parallel_state import Layout, ParallelState
-from ..storage.small_files import read_toml
-from .device_memory import FRAGMENTATION, reserved_bytes
-from .memory import memory_of
-from .sampled_model import Asked, sampled
-from .step_shape import Work
-from .time import StepTime, StepTimer, machine_named
+from trilith.models import family_of, published_sizes
+from trilith.parallel_state import Layout, ParallelState
+from trilith.planner import Asked, Work, sampled
+from trilith.planner.memory import FRAGMENTATION, memory_of, reserved_bytes
+from trilith.planner.time import StepTime, StepTimer, machine_named
+from trilith.storage.small_files import read_toml
 
 _TABLE = Path(__file__).with_name("published_runs.toml")
 

@@ -1,23 +1,82 @@
-"""Choose a run's layout for the ranks that are left, as ``trilith train --fit`` does."""
+"""Make a recipe whose layout is searched for: a first one, or one for the ranks that are left (``--fit``)."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ...data.token_file import TokenFile
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe
+from ...recipes.recipe_text import commented_recipe
 from ...system import counted
 from ..dry_run import device_room
 from ..time import MACHINES, Machine
-from .choice import recipe_of
+from .choice import raw_recipe, recipe_of
 from .find import Found, find_layouts
-from .request import check_searched, left_as_it_is, request_of
+from .report import recipe_head
+from .request import check_searched, left_as_it_is, read_request, request_of
 
+#: Fewer steps than this in one pass over the tokens: the global batch becomes smaller.
+_STEPS = 100
+#: Learning rates to begin with: of adapters, of weights that are trained on, and from scratch.
+_RATES = {"lora": 2e-4, "on": 2e-5, "scratch": 3e-4}
 #: Layouts to find: the one to take, and the next, for comparison.
 _SHOWN = 2
 #: Bytes of a device whose memory nobody states: every layout fits.
 _UNKNOWN = 2.0**60
+
+
+def new_recipe(
+    model: str,
+    tokens: Path,
+    machine: Machine,
+    gpus: int,
+    *,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    steps: int | None = None,
+    lora: int | None = None,
+) -> tuple[str, Found]:
+    """Return the text of a recipe that trains ``model`` on a token file, and the search that chose its
+    layout: a Hugging Face folder with weights is trained on, a published size or a config.json from scratch.
+
+    Without ``steps`` it goes over the tokens once; without ``global_batch`` a step has 4 Mi tokens, or less
+    so that a pass has 100 steps. Raises ``BadInput`` for what cannot be read, or where no layout fits.
+    """
+    count = TokenFile.open(tokens).index.tokens
+    request = read_request(
+        model, machine, gpus, sequence_length=sequence_length, global_batch=global_batch, lora=lora
+    )
+    length, rows = request.recipe.data.sequence_length, request.recipe.data.global_batch
+    if sequence_length is None:
+        while length > 128 and length * gpus * _STEPS > count:
+            length //= 2
+    if count <= length:
+        todo = "Add text, or give a smaller --sequence-length"
+        raise BadInput(tokens, "tokens", expected=f"at least {length + 1:,}", found=f"{count:,}", todo=todo)
+    if global_batch is None:
+        rows = max(gpus, min(rows, count // (length * _STEPS)) // gpus * gpus)
+    request = read_request(model, machine, gpus, sequence_length=length, global_batch=rows, lora=lora)
+    search = find_layouts(request, shown=2)
+    raw = raw_recipe(request, search.best[0].choice)
+    if os.path.isdir(model) and lora is None and any(Path(model).glob("*.safetensors*")):
+        raw["model"] = {"init_from": model}
+    kind = "lora" if lora else "on" if "init_from" in raw["model"] else "scratch"
+    steps = steps or max(1, count // (length * rows))
+    return commented_recipe(_filled(raw, tokens, steps, _RATES[kind]), recipe_head(search)), search
+
+
+def _filled(raw: dict[str, Any], tokens: Path, steps: int, rate: float) -> dict[str, Any]:
+    """Return the recipe with what a search leaves open, so that there is something to change."""
+    if "config" in raw["model"] and "init_from" in raw["model"]:  # a plan without weights read it there
+        raw["model"] = {"init_from": raw["model"]["init_from"]}
+    data = {"tokens": str(tokens), **{key: value for key, value in raw["data"].items() if key != "tokens"}}
+    optimizer = {"lr": rate, "warmup": min(2000, max(1, steps // 20))}
+    checkpoint = {"every": max(1, min(1000, steps // 10))}
+    return {**raw, "steps": steps, "data": data, "optimizer": optimizer, "checkpoint": checkpoint}
 
 
 def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:

@@ -1,19 +1,148 @@
-"""Draw what searches found: memory by rank, the timetable, a rank's step, sweeps."""
+"""Write what searches found, or a simulated step, as one HTML page: no script, no other file, no network."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from itertools import cycle
 
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...runs.report.chart import COLOURS, INK, new_figure, svg_of
-from ...simulation.record import StepRecord
+from ...runs.report.html import folded, table, whole_page
+from ...simulation.ledger import StepRecord
 from ...system import counted
-from ..device_memory import unit_of
+from ..memory import unit_of
 from ..time import PARTS
 from ..time.prediction import rank_step
 from .find import Found
+from .report import (
+    HEAD,
+    asked,
+    asked_in_sweep,
+    facts,
+    found_ones,
+    left_out,
+    recipe_toml,
+    rows,
+    searched,
+    sweep_head,
+    sweep_rows,
+    sweep_warnings,
+)  # fmt: skip
+from .strategy import reasons
 
 #: Bars of one part of a step above which they are drawn as an image.
 _MOST_BARS = 200
+#: Modules that are listed: the largest holders.
+_MOST = 12
+#: The head of a table, and its rows.
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def make_page(search: Found) -> str:
+    """Return the page of one search."""
+    request = search.request
+    sentences = [asked(request), *reasons(search)]
+    sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]
+    body = [
+        f"<h1>Layouts of {escape(request.name)}</h1>",
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        "<h2>The fastest layouts</h2>",
+        table(rows(search), head=HEAD, text=1),
+        "<p>Seconds are those of a step, waits the share of it in which a pipeline rank is idle, "
+        "and GB those of the heaviest rank.</p>",
+        "<h2>Memory of the fastest layout</h2>",
+        f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(search)}</figure>",
+        *_schedule(search),
+        "<h2>Step of the fastest layout</h2>",
+        '<figure class="broad"><figcaption>What the busiest rank spends a step on</figcaption>'
+        f"{step_of_rank(search)}</figure>",
+        "<p>Exchanges are drawn as far as nothing is computed beside them. Inside a forward or a backward "
+        "the parts follow each other here; in truth each block has its own.</p>",
+        "<h2>The other layouts</h2>",
+        f"<p>Ruled out: {escape(searched(search))}.</p>",
+        table(left_out(search), head=("", "reason", "layouts", "example")),
+        folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
+    ]
+    return whole_page(f"trilith plan {request.name}", "".join(body), command="trilith plan")
+
+
+def _schedule(search: Found) -> list[str]:
+    best = search.best[0]
+    if best.choice.layout.pipeline == 1:
+        return []
+    return [
+        "<h2>Timetable of the fastest layout</h2>",
+        f'<figure class="broad"><figcaption>When each pipeline rank computes</figcaption>'
+        f"{timetable_of(search)}</figure>",
+    ]
+
+
+def make_sweep_page(results: Sequence[Found]) -> str:
+    """Return the page of several searches: how tokens a second grow with GPUs or tokens of a row."""
+    searches = found_ones(results)
+    sentences = [f"Warning: {line}." for line in sweep_warnings(results)]
+    sentences += [f"{search.error}." for search in results if search.error is not None]
+    name = searches[0].request.name
+    body = [
+        f"<h1>Layouts of {escape(name)}</h1>",
+        f"<p>{escape(asked_in_sweep([search.request for search in results]))}</p>",
+        f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(searches)}</figure>",
+        table(sweep_rows(results), head=sweep_head(results), text=3),
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+    ]
+    return whole_page(f"trilith plan {name}", "".join(body), command="trilith plan")
+
+
+def kinds_of_bytes(record: StepRecord) -> Rows:
+    """Return the bytes at the worst moment by kind, the largest first."""
+    unit, scale = unit_of(record.peak)
+    return ("kind", unit, "share"), [
+        (kind, f"{size / scale:,.2f}", f"{size / record.peak:.1%}")
+        for kind, size in record.kinds.items()
+        if size >= record.peak / 1000
+    ]
+
+
+def largest_holders(record: StepRecord) -> Rows:
+    """Return the largest holders at the worst moment. Blocks are counted together: ``layers.*``."""
+    unit, scale = unit_of(record.peak)
+    sizes = Counter[tuple[str, str, str, str]]()
+    for holder in record.holders:
+        module = re.sub(r"\.\d+(?=\.|$)", ".*", holder.module)
+        sizes[holder.kind, module, holder.phase, holder.operator.removeprefix("aten::")] += holder.bytes
+    rows: list[tuple[str, ...]] = [(*key, f"{size / scale:,.2f}") for key, size in sizes.most_common(_MOST)]
+    return ("kind", "module", "made in", "by", unit), rows
+
+
+def exact_line(record: StepRecord, planned: int) -> str:
+    """Return the exact peak beside the planned one, in one line; ``planned``: bytes, without the runtime."""
+    unit, scale = unit_of(record.peak)
+    phase = max(record.timeline, key=lambda piece: piece[1])[0]
+    return (
+        f"{record.peak / scale:,.3f} {unit} of tensors at the worst moment, in the {phase}; the plan says "
+        f"{planned / scale:,.3f} ({planned / record.peak - 1:+.2%})"
+    )
+
+
+def make_step_page(name: str, record: StepRecord, planned: int) -> str:
+    """Return a page, HTML without scripts: a picture of the step's memory, and tables of who holds it."""
+    (kinds_head, kinds), (holders_head, holders) = kinds_of_bytes(record), largest_holders(record)
+    body = [
+        f"<h1>Memory of rank {record.rank} of {escape(name)}</h1>",
+        f"<p>{escape(exact_line(record, planned))}.</p>",
+        "<p>One step of the rank ran on a simulated device: the program, not compiled, with tensors that "
+        f"have shapes and no numbers, and the kernels of a {record.kernels.upper()}. What is in no tensor "
+        "(the runtime, communicators, workspaces of kernels) is not counted.</p>",
+        f'<figure class="broad"><figcaption>Bytes alive during the step</figcaption>{memory_of_step(record)}'
+        "</figure>",
+        "<h2>At the worst moment, by kind</h2>",
+        table(kinds, head=kinds_head, text=1),
+        "<h2>The largest holders</h2>",
+        "<p>Blocks are counted together (*).</p>",
+        table(holders, head=holders_head, text=4),
+    ]
+    return whole_page(f"memory of {name}", "".join(body), command="trilith train --dry-run")
 
 
 def memory_of_stages(search: Found) -> str:
