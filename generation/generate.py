@@ -62,6 +62,7 @@ def choose(
     ``uniform`` (B), numbers from [0, 1), gives each row's draw in the cumulated probabilities: the same
     number gives the same token, on any device and whatever the other rows are.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # rounded, a penalty makes ties
     if present is not None:
         penalty = sampling.repetition_penalty
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -70,7 +71,7 @@ def choose(
         logits = logits.clone()
         logits[:, sorted(banned)] = float("-inf")
     if sampling.temperature:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+        logits = logits / sampling.temperature
     none = ~logits.amax(-1).isfinite()  # the largest is NaN if any is
     if sampling.temperature == 0.0:
         return logits.argmax(-1).masked_fill(none, -1)

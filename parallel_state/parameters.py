@@ -195,15 +195,17 @@ def own_values(
     """
     parameters = dict(module.named_parameters(recurse=False))
     names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in parameters}
+    # A weight that another module has too may be declared by the name that it has there.
+    shapes = {leaf: declared.get(names[leaf], parameter).shape for leaf, parameter in parameters.items()}
+    own = [leaf for leaf in parameters if names[leaf] in declared and declared[names[leaf]].initial == OWN]
     reset = getattr(module, "reset_parameters", None)
     todo = "Declare it (declare_parameter, or declare) with an initial, give its module reset_parameters, or "
     todo += "begin with weights (model.init_from in a recipe)"
     # The one of declared modules fills by initial values alone.
     if not callable(reset) or getattr(reset, "__func__", None) is DeclaredModule.reset_parameters:
-        leaf = next(parameter for parameter in parameters if declared[names[parameter]].initial == OWN)
         expected = "an initial, or reset_parameters() of its module"
-        raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)
-    whole = {leaf: torch.full(declared[names[leaf]].shape, float("nan"), device="cpu") for leaf in parameters}
+        raise BadInput("initialize", names[own[0]], expected=expected, found="neither", todo=todo)
+    whole = {leaf: torch.full(shape, float("nan"), device="cpu") for leaf, shape in shapes.items()}
     try:
         for leaf, values in whole.items():
             setattr(module, leaf, nn.Parameter(values))
@@ -214,8 +216,8 @@ def own_values(
     finally:
         for leaf, parameter in parameters.items():
             setattr(module, leaf, parameter)
-    for leaf, values in drawn.items():
-        if declared[names[leaf]].initial == OWN and bool(values.isnan().any()):
+    for leaf in own:
+        if bool(drawn[leaf].isnan().any()):
             expected, actual = "every value set by reset_parameters()", "some that are not"
             raise BadInput("initialize", names[leaf], expected=expected, found=actual, todo=todo)
     return drawn

@@ -118,8 +118,10 @@ class LoraConfig(BaseModel):
         ``check_target_module_exists``.
         """
         excluded = self.exclude_modules and _matches(self.exclude_modules, module)
-        is_target = not excluded and (self.all_linear or _matches(self.target_modules, module))
-        return is_target and self._is_in_a_wanted_block(module)
+        if excluded or not (self.all_linear or _matches(self.target_modules, module)):
+            return False
+        named_whole = isinstance(self.target_modules, tuple) and module in self.target_modules
+        return named_whole or self._is_in_a_wanted_block(module)
 
     def targets_stack(self, parameter: str) -> bool:
         """Tell whether this stack of experts gets an adapter, as PEFT's ``_inject_parameters``."""

@@ -52,6 +52,9 @@ TARGETS = {
         "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
         "exclude_modules": ["layers.2.mlp.up_proj"], "layers_to_transform": [0, 2],
     }),
+    "llama-whole-name": (LLAMA, {
+        "target_modules": ["q_proj", "model.layers.0.mlp.up_proj"], "layers_to_transform": 1,
+    }),
     "gpt2": (GPT2, {"target_modules": ["c_attn"], "r": 4, "lora_alpha": 8}),
     "gpt2-all": (GPT2, {"target_modules": "all-linear", "r": 3}),
 }  # fmt: skip

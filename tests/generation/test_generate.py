@@ -302,6 +302,9 @@ def test_top_p_leaves_the_smallest_set_that_holds_so_much():
 def test_a_token_that_is_there_is_less_likely_whatever_the_sign_of_its_logit():
     logits, present = torch.tensor([[-1.0, -1.5], [1.5, 1.0]]), torch.tensor([[True, False]] * 2)
     assert choose(logits, Sampling(repetition_penalty=2.0), present=present).tolist() == [1, 1]
+    # 3 / 1.1 is 2.727, and nearest to 2.734 in bfloat16.
+    close = torch.tensor([[3.0, 2.734375]], dtype=torch.bfloat16)
+    assert choose(close, Sampling(repetition_penalty=1.1), present=present[:1]).tolist() == [1]
 
 
 def test_a_banned_token_never_comes_and_the_others_share_its_probability():

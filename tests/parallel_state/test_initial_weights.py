@@ -112,7 +112,8 @@ def test_distributions_have_the_stated_spread():
 
 
 def made(seed):
-    model = nn.Sequential(nn.Linear(6, 4), nn.GRU(4, 3), nn.Embedding(5, 3))
+    model = nn.Sequential(nn.Linear(6, 4), nn.GRU(4, 3), nn.Embedding(5, 3), nn.Linear(3, 5))
+    model[3].weight = model[2].weight  # the output layer has a bias of its own
     initialize(model, seed)
     return model
 
@@ -124,6 +125,7 @@ def test_what_torch_made_begins_as_its_reset_parameters_does():
         assert not torch.equal(parameter, other[name])
     assert float(first["0.weight"].detach().abs().max()) <= 6**-0.5
     assert 0.3 < float(first["2.weight"].detach().std()) < 2
+    assert 0.1 < float(first["3.bias"].detach().abs().max()) <= 3**-0.5 and "3.weight" not in first
 
 
 def test_a_declared_neighbour_keeps_its_own_initial():
