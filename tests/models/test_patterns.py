@@ -49,7 +49,7 @@ def test_patterns_without_an_end_are_refused_wherever_a_user_may_write_one():
     for adapters in (
         {"target_modules": pattern},
         {"target_modules": [NAME], "exclude_modules": pattern},
-        {"target_modules": [NAME], "layers_to_transform": (0,), "layers_pattern": pattern},
+        {"target_modules": [NAME.rpartition(".")[2]], "layers_to_transform": (0,), "layers_pattern": pattern},
     ):
         assert "decided within" in refusal_of(lambda adapters=adapters: LoraConfig(**adapters).targets(NAME))
     by_pattern = LoraConfig(rank_pattern={pattern: 4}, alpha_pattern={pattern: 4})

@@ -45,7 +45,7 @@ def names_of_gpus(code):
 
 #: Of the machine on which a plan is made or that it is for, and where the ranks of a run are counted.
 ABOUT_MACHINES = {
-    "planner/device_memory.py": ["device == 'cuda'"],
+    "planner/memory.py": ["device == 'cuda'"],
     "planner/dry_run.py": ["torch.cuda"] * 2,
     "planner/search/chosen_recipes.py": ["torch.cuda"] * 2,
     "planner/time/measured.py": ["facts.get('device') == 'cuda'"],
