@@ -73,7 +73,8 @@ class StepReport:
             )  # fmt: skip
         require(
             not total.stale, "step", "gradients", "none, or zeros, before a step", "those of an earlier step",
-            "Call optimizer.zero_grad() after each update; one call takes all samples of a step",
+            "Call optimizer.zero_grad() after each update (model.zero_grad() also clears what the optimizer "
+            "lacks); one call takes all samples of a step",
         )  # fmt: skip
         return replace(total, rows=self.rows)
 
