@@ -205,7 +205,7 @@ class CausalLM(nn.Module):
         return (self.layers[str(number)] for number in stage.blocks)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules that one stage of this rank computes with, but for those without parameters.
+        """Return the modules whose parameters one stage of this rank computes with.
 
         On a V's first rank, which also holds the last stage, each end has all modules of both.
         """
