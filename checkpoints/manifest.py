@@ -241,10 +241,10 @@ def open_seal(raw: bytes, where: object) -> bytes:
 
 
 def _lines(value: object) -> str:
-    if isinstance(value, dict | list) and len(value) > 1:
-        if isinstance(value, dict):
-            inner = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
-            return "{\n" + ",\n".join(inner) + "\n}"
+    if isinstance(value, dict):
+        inner = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(inner) + "\n}"
+    if isinstance(value, list):
         return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
     return json.dumps(value)
 

@@ -99,9 +99,8 @@ class NormLog(Callback):
         for name, tensor in tensors.items():
             if declared[name].owner(state.layout, state.at):
                 index = at[self.names[name]]
-                data = local_data(tensor)
-                if data.numel():
-                    sums[0, index] += torch.linalg.vector_norm(data, dtype=torch.float64) ** 2
+                norm = torch.linalg.vector_norm(local_data(tensor), dtype=torch.float64)
+                sums[0, index] += norm**2
                 sums[1, index] = 1
         named = zip(self.all, *self._summed(sums), strict=True)
         return {name: math.sqrt(square) for name, square, owners in named if owners}

@@ -127,7 +127,8 @@ class Update:
 
     Without ``loss_scale`` a loss or gradient that is not finite on any rank is fatal; with it the step is
     skipped and the scale halves, down to its minimum. With ``spikes`` a step that leaps is skipped too. A
-    skipped step moves no parameter and no moment; the schedule goes on by the number of the step.
+    skipped step moves no parameter and no moment; the schedule goes on by the number of the step. Without
+    ``state`` it is the model's.
 
     The host waits for the device once, after the update: a fused optimizer is given the decision as a tensor.
     It waits before the update for ``spikes``, and for an optimizer that is not fused.

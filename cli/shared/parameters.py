@@ -148,7 +148,7 @@ _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_there(name: str | Path, expected: str, names_known: Sequence[str] = ()) -> None:
-    """Raise ``BadInput`` for a path where nothing is, unless it is one of the ``known`` names.
+    """Raise ``BadInput`` for a path where nothing is, unless it is one of ``names_known``.
 
     Whether an address will do is found out later. So it is with a text that may name a model of the hub (as
     ``from_hub`` tells), or a token file or what a killed command left: another file has its name in it.

@@ -116,11 +116,6 @@ def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], 
     tokens_written = TextColumn("{task.fields[tokens]:,} tokens")
     columns = DownloadColumn(), TransferSpeedColumn(), tokens_written, TimeRemainingColumn()
     with progress_bar(*columns, quiet=quiet, transient=True) as progress:
-        task = progress.add_task("tokenizing", total=total, tokens=0, start=False)
-
-        def moved(done: int, tokens: int) -> None:
-            if not progress.tasks[0].started:  # what an earlier run finished is no part of this one's rate
-                progress.reset(task, completed=done, start=True)
-            progress.update(task, completed=done, tokens=tokens)
-
-        yield moved
+        task = progress.add_task("tokenizing", total=total, tokens=0)
+        # rich's rate leaves out the first update, and so what an earlier run finished.
+        yield lambda done, tokens: progress.update(task, completed=done, tokens=tokens)

@@ -205,7 +205,7 @@ class CausalLM(nn.Module):
         return (self.layers[str(number)] for number in stage.blocks)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
-        """Return the modules that one stage of this rank computes with, but for those without parameters.
+        """Return the modules whose parameters one stage of this rank computes with.
 
         On a V's first rank, which also holds the last stage, each end has all modules of both.
         """
@@ -261,7 +261,7 @@ class MultiTokenPrediction(nn.Module):
         self.block, self.norm = block, norm()
 
     def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """Return logits on the last stage, hidden states on the others."""
+        """Return the hidden states, and the same normalised."""
         joined = torch.cat([self.enorm(next_BSD), self.hnorm(x_BSD)], dim=-1)
         x_BSD = self.block(self.eh_proj(joined), inputs)
         return x_BSD, self.norm(x_BSD)

@@ -67,7 +67,10 @@ def test_what_is_written_is_read(checkpoint):
     assert Manifest.parse(manifest.to_bytes(), "again") == manifest
     assert [part.role for part in manifest.tensors["norm"].parts if part.file == 1] == ["replica"]
     verify(checkpoint, manifest)
-    assert len((checkpoint / MANIFEST).read_text().splitlines()) > 10  # a line each, for people
+    text = (checkpoint / MANIFEST).read_text()  # a line for each tensor and file, for people
+    starts = (*(f'"{name}": ' for name in manifest.tensors),)
+    starts += (*(f'{{"name": "{name}", ' for name in (FIRST, SHARD, TOKENIZER)),)
+    assert all(f"\n  {start}" in text for start in starts)
 
 
 def edited(change, **how):

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.shared import options
 from trilith.cli.shared.options import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, TESTED, with_own_names
+from trilith.cli.shared.say import token_progress
 from trilith.data.text.tokenize_files import tokenize as make_token_file
 from trilith.generation import Sampling
 from trilith.generation.request import Request
@@ -248,6 +250,21 @@ def test_errors_are_red_on_a_terminal_with_colours_alone(terminal, no_color, red
     assert run(["verify", "--nothing"]) == 2
     start = "\x1b[31m\x1b[1merror\x1b[0m: " if red else "error: "
     assert capsys.readouterr().err.startswith(start)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_rate_of_tokens_leaves_out_what_an_earlier_run_wrote(quiet, monkeypatch):
+    screen, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("rich.console.monotonic", lambda: now[0])
+    for name, text in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, text)
+    with token_progress(4000, quiet=quiet) as moved:
+        for read in (900, 1000, 1100):
+            moved(read, read // 2)
+            now[0] += 10
+    assert [words in screen.getvalue() for words in ("10 bytes/s", "550 tokens")] == [not quiet] * 2
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,12 @@ def test_the_largest_batch_begins_as_fast_as_any(make):
         GlobalBatches(make("a", 100), 8, MOST_ROWS, seed=0),
         SimpleNamespace(layout=Layout(), data_index=0, device=CPU),
     )
+    asked, sample_ids = [], data.sample_ids
+    data.sample_ids = lambda step, rows: (asked.append(len(rows)), sample_ids(step, rows))[1]
     batch = MicroBatches(data, cast(Any, state), micro_batch=2, vocab_size=70_000).batch(3)
     assert isinstance(batch, BatchParts) and batch.rows == MOST_ROWS and batch.labels == 8 * MOST_ROWS
     first = next(batch.parts)
+    assert asked == [2], "rows whose places were computed"
     assert torch.equal(first.input_ids, data.rows(3, range(2)).input_ids) and len(first.labels) == 2
 
 

@@ -84,7 +84,7 @@ def test_the_printed_text_is_that_of_all_tokens_decoded_at_once(tokenizers):
         inside = tokenizer.decode(new).replace("\N{REPLACEMENT CHARACTER}", "") or "x"
         begins = draw.randrange(len(inside))
         texts = draw.choice([(), ("never there",), (inside[begins : begins + draw.randrange(1, 6)],)])
-        row, whole = Continuation(tokenizer, ids, {-1}, texts), Whole(tokenizer, ids, texts)
+        row, whole = Continuation(tokenizer, tuple(ids), {-1}, texts), Whole(tokenizer, ids, texts)
         printed = printed_whole = ""
         ended = False
         for token in new:

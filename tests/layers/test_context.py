@@ -5,11 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from trilith.layers import AttentionScope, cut_sequence, default_positions, token_places
+from trilith.layers import (
+    AttentionScope,
+    causal_attention,
+    cut_sequence,
+    default_positions,
+    token_places,
+)
 from trilith.layers.attention import blockwise as blocks
 from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
 
 SETTINGS = BlockAttentionOptions(1.0, False)
 _sizes = st.sampled_from([2, 3, 4, 8])
@@ -183,3 +190,21 @@ def test_dropout_is_right_on_average():
     )
     assert float((drawn.mean(0) - expected).abs().max()) < 0.2
     assert float(drawn.std(0)[:, :, 1:].min()) > 0.01
+
+
+def gradient_of_the_first_value(layout):
+    """Return it in bf16: query 15 adds 1, and 23 on the same rank and 31 on the other 3/8 of a digit."""
+    state = ParallelState.start(layout)
+    places = token_places(16, state)
+    q, k, v = (torch.zeros(1, 1, 16, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    parts = {15: 1.0, 23: 0.375 * 2**-7, 31: 0.375 * 2**-7}
+    grads = [parts.get(place, 0.0) * (place + 1) for place in places.tolist()]  # each key weighs the same
+    out = causal_attention(q, k, v, AttentionScope(places.expand(1, -1), state=state))
+    out.backward(torch.tensor(grads, dtype=out.dtype).view(1, 1, -1, 1).expand_as(out))
+    return float(v.grad[0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_gradients_of_keys_and_values_are_rounded_once(ring):
+    found, _ = run_parallel(gradient_of_the_first_value, 2, Layout.of(context=2, ring=ring))
+    assert found == 1 + 2**-7

@@ -57,3 +57,4 @@ def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait():
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7)
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7, but=-100)
     assert sum("_assert_async" in name for name in operators.names) == 2
+    assert operators.largest == 2 * 3

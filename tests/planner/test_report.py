@@ -15,6 +15,7 @@ from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import published_size
 from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
+from trilith.planner.memory import MemoryPlan
 from trilith.planner.search import Choice, find_layouts, read_request
 from trilith.planner.search.report import recipe_head
 from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
@@ -80,6 +81,15 @@ def keys_of(value):
         return set()
     named = {"recipe", "parts", "bytes_of_pipeline_ranks"}
     return set(value).union(*(keys_of(one) for key, one in value.items() if key not in named))
+
+
+def test_of_two_instants_the_worse_one_counts_by_its_own_name():
+    for (loss, backward), name in {(3, 2): "logits", (2, 3): "one block's backward"}.items():
+        plan = MemoryPlan(weights=4, logits=loss, block=backward)
+        assert {kind: size for kind, size in plan.parts(1).items() if size} == {
+            "weights": 4, name: 3, "runtime": 1,
+        }  # fmt: skip
+        assert plan.total == 7
 
 
 def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys):

@@ -387,6 +387,20 @@ def test_frozen_groups_and_float8_are_planned(tmp_path):
     assert planned(compute="float8").rank.memory.block != planned(compute="bfloat16").rank.memory.block
 
 
+def test_a_run_knows_its_groups_and_saves_the_tokenizer_that_it_names(tmp_path):
+    """All items are zeros: only the bias could change the loss."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_bytes(b"{}")
+    groups = [{"match": "weight", "freeze": True}, {"match": "bias", "lr_scale": 0.0}]
+    raw = own_recipe(tmp_path, steps=2, optimizer={"lr": 1e-2, "groups": groups})
+    raw["model"] |= {"arguments": {"dim": 4}, "tokenizer": str(tmp_path / "tokenizer")}
+    first, second = train(raw)
+    assert first.loss == second.loss
+    moments = {name for name in whole_tensors(tmp_path / "run") if "exp_avg." in name}
+    assert moments == {"optimizer.exp_avg.net.bias"}
+    assert [*(tmp_path / "run").rglob("tokenizer.json")]
+
+
 def test_a_weight_of_two_modules_stays_one_in_memory():
     """As output layers of one's own share the embedding's; torch's ``to_empty`` makes two."""
     with torch.device("meta"):
@@ -600,6 +614,10 @@ ROWS = {
     "a cut that is not even": (
         r"weight: 4 units of 1 on dim 0: .* tensor=3 divides, found 4. Nearest .* 2 or 4 \(.*own.py:42\)$",
         "model=Cut", "layout.tensor=3"),
+    **{f"tensor ranks that would cut a head of {model}": ("4 units of [48] on dim 0: .* tensor=8 divides",
+        f"model.module=EXAMPLES/{model}", "model.arguments", data, "layout.tensor=8")
+       for model, data in (("t5_parallel.py:T5", "data.module=EXAMPLES/own_data.py:Reversed"),
+                           ("latent_parallel.py:Decoder", "data=row"))},
     "tensor ranks that a class does not know": (
         "layout.tensor: expected 1 for a class without the keyword state, found 2", "model=Stateless",
         "layout.tensor=2"),

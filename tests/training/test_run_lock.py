@@ -170,10 +170,11 @@ def enter_alone(folder):
 
 
 def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
-    texts, begun = tmp_path / "texts", tmp_path / "begun"
-    for folder in (texts, begun / "checkpoints" / "step-00000001"):
+    texts, begun, logged = (tmp_path / name for name in ("texts", "begun", "logged"))
+    for folder in (texts, begun / "checkpoints" / "step-00000001", logged):
         folder.mkdir(parents=True)
-    for place in (texts, begun):
+    (logged / "events.jsonl").touch()
+    for place in (texts, begun, logged):
         (place / "part0.txt").write_text("a text")
     before = everything(texts)
     with pytest.raises(
@@ -182,6 +183,7 @@ def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
         enter_alone(texts)
     assert everything(texts) == before
     enter_alone(begun)
+    enter_alone(logged)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "after-a-start"])

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from support.short_runs import tiny_recipe, trainer_of
 from support.stop_and_go import StopAndGo, stop_and_go
-from trilith.parallel_state import NotTrained, declarations
+from trilith.parallel_state import Layout, NotTrained, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.section import LossScaleSection, SpikeSection
@@ -109,6 +109,14 @@ def run_in_doubt(raw):
 def test_if_one_rank_sees_a_spike_all_skip(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "run", tokens, layout={"data": 2}, steps=3, **SPIKES)
     assert run_parallel(run_in_doubt, 2, raw) == [[None, None, "spike"]] * 2
+
+
+def test_the_state_is_the_model_s_where_none_is_given():
+    model = torch.nn.Linear(1, 1)
+    for own in (ParallelState.stand_in(Layout.of(data=2), 1), None):
+        model.state = own
+        state = Update(model, torch.optim.SGD(model.parameters()), clip=1.0).state
+        assert state is own or (own is None and state.layout == Layout())
 
 
 def leap_to_infinity(raw):
