@@ -13,11 +13,12 @@ from ..layers import Checkpointing
 from ..parallel_state import BadInput, ParallelState
 from ..pipeline import Stages
 from ..pipeline.relay import StageOutput, Travels, sent_as
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.trace import InTwo, Piece, Trace
 from ..simulation.traced import trace
 from ..simulation.waits import numbers_refused
-from ..simulation.without_numbers import DTYPES, MicroBatch, device_of, empty, shapes_only
+from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
 from ..system.user_errors import line_of_user
 from ..training.own_code import signature_of
 from ..training.token_loss import TokenLoss

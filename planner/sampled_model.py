@@ -21,10 +21,10 @@ from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..recipes.section import ParameterGroup
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind, signature
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.pieces import ModelPieces
 from ..simulation.trace import Piece
-from ..simulation.without_numbers import MicroBatch
 from ..training.optimizer import freeze
 from .rank_parameters import Group, RankParameters, count_module
 from .stage_costs import StageCost

@@ -10,7 +10,7 @@ from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Layout, ParallelState, dtype_named
 from ..pipeline.schedule_actions import actions
 from ..pipeline.schedule_kinds import schedule_kind
-from ..simulation.without_numbers import MicroBatch
+from ..simulation.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe

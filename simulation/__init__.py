@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .device import Mixed, SimulatedDevice
     from .ledger import StepRecord
     from .live_bytes import LiveBytes
+    from .micro_batch import MicroBatch
     from .rank import simulated_rank
     from .waits import WAITS, Wait, Waits
-    from .without_numbers import MicroBatch
 
 __all__ = [
     "WAITS",
@@ -31,7 +31,7 @@ __all__ = [
     "simulated_rank",
 ]
 
-_MODULES = (".live_bytes", ".without_numbers", ".ledger", ".device", ".rank", ".waits")
+_MODULES = (".live_bytes", ".micro_batch", ".ledger", ".device", ".rank", ".waits")
 
 
 def __getattr__(name: str) -> Any:

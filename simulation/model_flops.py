@@ -15,9 +15,9 @@ from torch import nn
 from ..layers import AttentionLayer, MoE
 from ..parallel_state import declarations
 from .kinds_of_blocks import signature
+from .micro_batch import MicroBatch
 from .pieces import ModelPieces
 from .trace import Piece
-from .without_numbers import MicroBatch
 
 if TYPE_CHECKING:
     from ..models import CausalLM, Family, ModelConfig

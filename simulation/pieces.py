@@ -27,10 +27,11 @@ from ..layers import (
     vocab_parallel_cross_entropy,
 )
 from ..parallel_state import ParallelState
+from .micro_batch import MicroBatch
 from .recorder import Recorder, noted
 from .trace import InTwo, Piece, Trace, of_more_rows
 from .traced import trace
-from .without_numbers import DTYPES, MicroBatch, device_of, empty, ids_of, shapes_only
+from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,27 +12,11 @@ from ..layers import uncounted
 from ..parallel_state import BadInput, engine, local
 from ..parallel_state.engine.autograd_and_compiler import without_compiler
 from .kernels import gpu_kernels
+from .micro_batch import MicroBatch
 from .waits import read_in_trace
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _tolist = Tensor.tolist
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Describe the tokens of a micro-batch on one rank: ``rows`` of ``length`` tokens, its piece of each row
-    over the context axis, and how they are computed: ``compute``: bytes of a number; ``gpu``: by a GPU's
-    kernels, or by a CPU's, where RMSNorm, dropout and attention that drops are several operators.
-    """
-
-    rows: int
-    length: int
-    compute: int = 4
-    gpu: bool = True
-
-    @property
-    def count(self) -> int:
-        return self.rows * self.length
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from ..parallel_state import Layout, ParallelState, declarations, require
 from ..parallel_state.engine import tensors_in
 from ..pipeline import Stages
 from ..simulation.ledger import Collective
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
-from ..simulation.without_numbers import MicroBatch, shapes_only
+from ..simulation.without_numbers import shapes_only
 from ..system import literal
 from ..system.user_errors import asked
 

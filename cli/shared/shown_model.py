@@ -19,7 +19,7 @@ from ...models.lora.targets import expert_sites, linear_sites
 from ...parallel_state import BadInput, Declaration, Layout, ParallelState, initialize
 from ...planner import sampled
 from ...simulation.kinds_of_blocks import block_kinds
-from ...simulation.without_numbers import MicroBatch
+from ...simulation.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from ...models import CausalLM

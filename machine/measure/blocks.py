@@ -21,9 +21,9 @@ from ...layers import Checkpointing, checkpoint_blocks
 from ...parallel_state import Layout, ParallelState, engine, initialize
 from ...parallel_state.engine.measuring import clocked
 from ...planner.time.measured import FIGURE_NAMES
+from ...simulation.micro_batch import MicroBatch
 from ...simulation.pieces import ModelPieces
 from ...simulation.trace import Trace
-from ...simulation.without_numbers import MicroBatch
 from ...training import Precision, shard_over_data
 from ..random_files import built, llama
 from .timing import Figures, seconds_of

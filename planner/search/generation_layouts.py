@@ -14,7 +14,7 @@ import torch
 from ...layers import Stage
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Layout, ParallelState
-from ...simulation.without_numbers import MicroBatch
+from ...simulation.micro_batch import MicroBatch
 from ...training.own_module import OwnFamily
 from ..sampled_model import sampled
 from .candidates import divisors

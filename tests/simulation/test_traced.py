@@ -12,11 +12,12 @@ from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
 from trilith.simulation import operators, pieces
+from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.operators import facts_of
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Operator, Recorder
 from trilith.simulation.traced import trace
-from trilith.simulation.without_numbers import MicroBatch, shapes_only
+from trilith.simulation.without_numbers import shapes_only
 
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
 ROWS, LENGTH = 2, 64

@@ -19,9 +19,9 @@ from trilith.parallel_state.engine.weight_gradients import compute_input_gradien
 from trilith.planner.stage_costs import StageBytes, StageCost
 from trilith.planner.step_shape import Work
 from trilith.simulation.kinds_of_blocks import signature
+from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.pieces import ModelPieces, shapes_only
 from trilith.simulation.traced import trace
-from trilith.simulation.without_numbers import MicroBatch
 from trilith.testing import LiveBytes, run_parallel
 
 #: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
