@@ -109,14 +109,13 @@ EXPERTS = {"size": "qwen1.5-moe-a2.7b"}
 
 
 LORA = {"lora": {"r": 8, "target_modules": "all-linear"}, "size": "llama-3.2-1b", "rows": 8}
-ON_SHARES = {"data": 4, "zero": 3, "expert": 2}
 
 
 def few_blocks(
-    layout, length, *, size="smollm2-135m", reduce="float32", offload=False, freeze=None, lora=None, rows=0
+    layout, *, length=64, size="smollm2-135m", reduce="float32", freeze=None, lora=None, rows=0, **memory
 ):
     rows = rows or max(4, 2 * layout.get("data", 1))
-    raw = recipe_of(size, layout, rows, 1, length, {"offload": offload}) | {"reduce": reduce}
+    raw = recipe_of(size, layout, rows, 1, length, memory) | {"reduce": reduce}
     raw["model"]["config"] = {"num_hidden_layers": 4}
     if lora:
         config = published_size(size).with_fields(raw["model"]["config"])
@@ -136,11 +135,11 @@ def few_blocks(
         # Frozen are the output layer, blocks, and experts.
         ({"pipeline": 2, "schedule": "zbv"}, LORA),
         ({"data": 2, "zero": 3}, LORA | EXPERTS),
-        (ON_SHARES, LORA | EXPERTS),
+        ({"data": 4, "zero": 3, "expert": 2}, LORA | EXPERTS | {"length": 4096, "checkpointing": "full"}),
     ],
 )
 def test_the_plan_bounds_the_peak_over_replicas_and_beside_frozen_weights(worker, layout, more):
-    drawn = few_blocks(layout, 1024, **more)
+    drawn = few_blocks(layout, **{"length": 1024} | more)
     assert -BELOW <= over_peak_of(worker, *drawn) <= ABOVE
 
 
@@ -158,11 +157,12 @@ def test_the_plan_bounds_the_peak_over_replicas_and_beside_frozen_weights(worker
         (REPLICATED, HALF | OFFLOAD),
         ({"data": 4, "zero": 2, "expert": 2}, EXPERTS | HALF | OFFLOAD),
         ({"data": 2, "zero": 1}, MOST_FROZEN),
+        ({"data": 2, "zero": 3}, {"size": "llama-3.2-1b", "freeze": "layers"}),
         (SHARED | {"schedule": "dualpipev", "zero": 3}, LORA),
     ],
 )
 def test_the_plan_is_the_peak_where_sums_of_gradients_outweigh_few_tokens(worker, layout, more):
-    assert abs(over_peak_of(worker, *few_blocks(layout, 64, **more))) <= EXACT
+    assert abs(over_peak_of(worker, *few_blocks(layout, **more))) <= EXACT
 
 
 @pytest.mark.slow  # ten minutes
