@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import RANK, ROPE, latent
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -24,6 +25,7 @@ from trilith.layers import (
     causal_attention,
     inverse_frequencies,
 )
+from trilith.layers.host_numbers import constants
 from trilith.parallel_state import Layout, ParallelState
 
 
@@ -153,16 +155,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
     "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.3,
-    },
+    "yarn": {**YARN, "attention_factor": 1.3},
+    "yarn's own factor": YARN,
+    "yarn of two scales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     "llama3": LLAMA3,
     "llama3.1-405b": {**LLAMA3, "original_max_position_embeddings": 8192},
     "llama3.2-1b": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
@@ -196,6 +196,13 @@ def test_rows_without_lengths_are_documents_of_their_own():
     like, state = torch.zeros(2, 2, 4), ParallelState.alone()
     rope = AttentionInputs(positions, like=like, rotary={"all": ours}, state=state).rope("all")
     assert torch.equal(rope.cos, expected)
+
+
+def test_constants_of_a_trace_end_with_it():
+    asked = (0.5, 0.25), torch.device("cpu"), torch.float32
+    with FakeTensorMode():
+        constants(*asked)
+    assert torch.equal(constants(*asked), torch.tensor(asked[0])) and constants(*asked) is constants(*asked)
 
 
 def test_fp64_stays_fp64():
